@@ -1,0 +1,10 @@
+"""How tensors are read from and written to where they live.
+
+``TensorAccess`` is the one interface; ``host`` implements it for tensors in host memory (and DTensors, and any
+device that plain torch can copy from), ``xla`` for tensors on XLA devices. Only ``device/xla.py`` may import
+torch_xla, and it is imported when the first XLA tensor is met, so everything else works without torch_xla.
+"""
+
+from torch_xla_ckpt.device.access import TensorAccess, access_of
+
+__all__ = ["TensorAccess", "access_of"]

@@ -1,0 +1,107 @@
+"""Tensors on XLA devices. The only module that imports torch_xla, and the only one that uses its private names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+
+try:
+    import torch_xla
+except ImportError as error:
+    raise ImportError(
+        "this needs torch_xla, because it handles tensors on XLA devices. Install the pair that fits together: "
+        "pip install 'torch_xla_ckpt[xla]'"
+    ) from error
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+from torch_xla import _XLAC
+from torch_xla.distributed.spmd import XLAShardedTensor
+
+from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.layout import Box, Shard, TensorLayout
+
+_TILES = re.compile(r"devices=\[([\d,]+)\]")
+
+
+class XlaAccess:
+    """``TensorAccess`` for XLA tensors, sharded by SPMD or not."""
+
+    def settle(self) -> None:
+        torch_xla.sync()
+        xm.wait_device_ops()
+
+    def layout(self, tensor: torch.Tensor) -> TensorLayout:
+        """The live tensor's layout: what the compiler made of it, not what the program marked."""
+        tensor = _unwrapped(tensor)
+        spec = _XLAC._get_xla_sharding_spec(tensor)
+        devices = self.devices()
+        if _tiled(spec):
+            ((*pieces,),) = _XLAC._get_local_shard_replica_and_indices([tensor])
+            shards = tuple(Shard(_box(index), device, n) for device, (n, index) in zip(devices, pieces, strict=True))
+            shard_shape = tuple(-(-n // tiles) for n, tiles in zip(tensor.shape, _tiles(spec)))
+        else:
+            whole = Box.whole(tensor.shape)
+            shards = tuple(Shard(whole, device, n) for n, device in enumerate(devices))
+            shard_shape = whole.sizes
+        return TensorLayout(
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            shards=shards,
+            shard_shape=shard_shape,
+            sharding=spec or "unmarked",
+            # Without SPMD every process computes on its own, and replicas are only meant to agree.
+            identical=xr.is_spmd(),
+        )
+
+    def fetch(self, tensor: torch.Tensor, layout: TensorLayout) -> Mapping[Box, torch.Tensor]:
+        tensor = _unwrapped(tensor)
+        if not _tiled(_XLAC._get_xla_sharding_spec(tensor)):
+            (full,) = _XLAC._xla_get_cpu_tensors([tensor])
+            return {layout.shards[0].box: full}
+        (pieces,) = _XLAC._get_local_shards([tensor])
+        # Shards of unsigned tensors come back as the signed type of the same size: the bits are right.
+        data = {device: piece.view(layout.dtype) for piece, device in pieces}
+        boxes = {shard.box: data[shard.device] for shard in reversed(layout.shards)}
+        return {box: piece[tuple(slice(n) for n in box.sizes)] for box, piece in boxes.items()}
+
+    def put(self, tensor: torch.Tensor, layout: TensorLayout, shards: Mapping[Box, torch.Tensor]) -> None:
+        tensor = _unwrapped(tensor)
+        if not _tiled(_XLAC._get_xla_sharding_spec(tensor)):
+            with torch.no_grad():
+                tensor.detach().copy_(shards[layout.shards[0].box])
+            return
+        # A device whose shard is all padding still wants a tensor to hold.
+        empty = torch.zeros(layout.shard_shape, dtype=layout.dtype)
+        data = [shards[shard.box] if shard.box.volume else empty for shard in layout.shards]
+        _XLAC._load_local_shards(tensor, data, [shard.device for shard in layout.shards])
+
+    def devices(self) -> list[str]:
+        """Names of this process's devices, in the order in which the runtime lists shards."""
+        return _XLAC._xla_get_runtime_devices()
+
+
+def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.global_tensor if isinstance(tensor, XLAShardedTensor) else tensor
+
+
+def _tiled(spec: str) -> bool:
+    """Whether the runtime keeps shards apart; "" (never marked) and "{replicated}" are whole on every device."""
+    if not spec or spec == "{replicated}":
+        return False
+    if _TILES.search(spec) and "manual" not in spec:
+        return True
+    raise CheckpointError(f"a tensor with the sharding {spec} has no boxes to save. Give it a tiled or replicated one")
+
+
+def _tiles(spec: str) -> list[int]:
+    """Number of tiles in each dimension; further numbers count replicas."""
+    match = _TILES.search(spec)
+    assert match is not None, spec
+    return [int(n) for n in match[1].split(",")]
+
+
+def _box(index: object) -> Box:
+    assert isinstance(index, list), index
+    return Box(tuple(part.start for part in index), tuple(part.stop - part.start for part in index))

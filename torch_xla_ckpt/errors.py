@@ -1,0 +1,48 @@
+"""What can go wrong, as exceptions that say what, why and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class CheckpointError(Exception):
+    """A checkpoint could not be saved or loaded. The base of every error raised by this package."""
+
+
+class IncompleteCheckpointError(CheckpointError):
+    """Some elements of a tensor lie in no chunk, or in more than one.
+
+    Attributes:
+        keys: the tensors concerned.
+    """
+
+    def __init__(self, message: str, keys: Sequence[str] = ()):
+        super().__init__(message)
+        self.keys = tuple(keys)
+
+
+class MismatchError(CheckpointError):
+    """The target and the checkpoint do not fit each other.
+
+    Attributes:
+        mismatches: one ``planner.match.Mismatch`` for each key concerned.
+    """
+
+    def __init__(self, message: str, mismatches: Sequence[Any] = ()):
+        super().__init__(message)
+        self.mismatches = tuple(mismatches)
+
+
+class UnsafeObjectError(CheckpointError):
+    """An item of the checkpoint can only be loaded by running code named in the file.
+
+    Attributes:
+        key: the item.
+        types: the qualified names it asks for, where they could be read.
+    """
+
+    def __init__(self, message: str, key: str = "", types: Sequence[str] = ()):
+        super().__init__(message)
+        self.key = key
+        self.types = tuple(types)

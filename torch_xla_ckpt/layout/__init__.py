@@ -1,0 +1,24 @@
+"""Where the pieces of a tensor lie.
+
+Pure geometry on integers: boxes, covers, overlaps and who writes what. Nothing in this room may import
+torch_xla, open a file or know a process group; everything here is tested without devices.
+"""
+
+from torch_xla_ckpt.layout.box import Box, BoxArray
+from torch_xla_ckpt.layout.cover import Flaw, covers_exactly, find_flaws
+from torch_xla_ckpt.layout.overlap import ChunkIndex
+from torch_xla_ckpt.layout.ownership import Claim, assign
+from torch_xla_ckpt.layout.tensor import Shard, TensorLayout
+
+__all__ = [
+    "Box",
+    "BoxArray",
+    "ChunkIndex",
+    "Claim",
+    "Flaw",
+    "Shard",
+    "TensorLayout",
+    "assign",
+    "covers_exactly",
+    "find_flaws",
+]

@@ -1,0 +1,67 @@
+"""What one process holds of a tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from torch_xla_ckpt.layout.box import Box
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one device holds: its box, the device's name, and which replica of the box this is."""
+
+    box: Box
+    device: str
+    replica: int
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """The pieces of a global tensor that this process can read and write.
+
+    Other processes' shards are not listed: who else holds a box is learnt when the plans are gathered, which also
+    works for tensors that are not sharded by torch_xla.
+
+    Args:
+        shape: of the global tensor.
+        dtype: of the elements.
+        shards: one for each device of this process, in the runtime's order.
+        shard_shape: shape of each shard as the device holds it, with padding.
+        sharding: the sharding in words, for people.
+        identical: whether processes that hold the same box are known to hold the same data (replicas of one
+            program), so that each may write a part of it.
+
+    Raises:
+        ValueError: a shard leaves the tensor or does not fit the shard shape.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    shards: tuple[Shard, ...]
+    shard_shape: tuple[int, ...]
+    sharding: str
+    identical: bool
+
+    def __post_init__(self) -> None:
+        whole = Box.whole(self.shape)
+        for shard in self.shards:
+            fits = all(n <= padded for n, padded in zip(shard.box.sizes, self.shard_shape))
+            if not whole.contains(shard.box) or not fits:
+                raise ValueError(
+                    f"shard {shard.box} on {shard.device} does not fit a tensor of shape {self.shape} "
+                    f"in shards of shape {self.shard_shape}"
+                )
+
+    @cached_property
+    def boxes(self) -> tuple[Box, ...]:
+        """The distinct boxes held here that have elements."""
+        return tuple(dict.fromkeys(shard.box for shard in self.shards if shard.box.volume))
+
+    @property
+    def padded(self) -> bool:
+        """Whether some shard holds less than its shape."""
+        return any(shard.box.sizes != self.shard_shape for shard in self.shards)

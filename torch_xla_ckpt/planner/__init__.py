@@ -1,0 +1,10 @@
+"""The planners that DCP calls: what to write and what to read, key by key and box by box.
+
+They know state dicts, layouts and DCP's plans. They know neither files nor torch_xla: data comes and goes through
+``device.TensorAccess``, and bytes through whichever DCP storage the caller chose.
+"""
+
+from torch_xla_ckpt.planner.load import SPMDLoadPlanner
+from torch_xla_ckpt.planner.save import SPMDSavePlanner
+
+__all__ = ["SPMDLoadPlanner", "SPMDSavePlanner"]

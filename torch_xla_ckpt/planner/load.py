@@ -1,0 +1,216 @@
+"""SPMDLoadPlanner: what each process reads, and how it reaches the devices."""
+
+from __future__ import annotations
+
+import io
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.utils import _pytree as pytree
+
+from torch_xla_ckpt import _dcp
+from torch_xla_ckpt.device import TensorAccess, access_of
+from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
+from torch_xla_ckpt.layout import Box, BoxArray, ChunkIndex, Flaw, covers_exactly, find_flaws
+from torch_xla_ckpt.planner.match import match
+from torch_xla_ckpt.planner.objects import AllowedType, decode
+from torch_xla_ckpt.planner.shards import LaidOut, lay_out
+from torch_xla_ckpt.planner.tree import Leaf, flatten
+
+logger = logging.getLogger(__name__)
+
+# Replicated tensors are uploaded by the next sync and held on the host until then: sync after this many bytes.
+_UPLOAD_BYTES = 256 << 20
+
+
+class SPMDLoadPlanner(LoadPlanner):
+    """Loads a DCP checkpoint of any mesh in place into a state dict that may hold sharded XLA tensors.
+
+    Pass it to ``dcp.load``. Every target keeps its own sharding: each distinct box is read once, into one host
+    buffer that all local replicas share, and goes to the devices when all of the tensor's boxes are complete. Before
+    anything is read, all keys are matched and every box is proven to be covered by saved chunks. Objects are set
+    when the last of them has been decoded.
+
+    A different dtype is cast, and a warning names the keys; so are keys that the checkpoint has and the target
+    lacks, below the target's own top-level keys.
+
+    Args:
+        allow_types: types that objects in the checkpoint may have besides the harmless builtin, numpy, datetime,
+            collections and pathlib ones. Loading a type runs its constructor or ``__setstate__``.
+        trust_pickle: load any object, running whatever code the file names. Only for files you would execute.
+        access: how tensors are written to where they live. The default suits every tensor; simulated hosts pass
+            their own.
+
+    Raises (inside DCP's ``CheckpointException``, as every error of a planner; ``torch_xla_ckpt.load`` unwraps it):
+        MismatchError: keys are missing from the checkpoint or have another shape. All of them are listed.
+        IncompleteCheckpointError: the saved chunks do not cover a box that is needed exactly once.
+        UnsafeObjectError: an object has a type that is not allowed.
+    """
+
+    def __init__(
+        self,
+        *,
+        allow_types: Sequence[AllowedType] = (),
+        trust_pickle: bool = False,
+        access: Callable[[torch.Tensor], TensorAccess] = access_of,
+    ):
+        self._allow_types = tuple(allow_types)
+        self._trust_pickle = trust_pickle
+        self._access_of = access
+        self._lock = threading.Lock()
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        if metadata is None:
+            raise CheckpointError("the storage reader gave no metadata, and without it nothing can be loaded")
+        self._leaves = flatten(state_dict)
+        found = match(self._leaves, metadata)
+        found.require_complete()
+        if is_coordinator:
+            _warn("cast to the target's dtype", [f"{k} ({a} -> {b})" for k, (a, b) in found.cast.items()])
+            _warn("in the checkpoint, not in the target, and not loaded", found.unexpected)
+        self._metadata = metadata
+        self._object_keys = found.objects
+        self._objects: dict[str, Any] = {}
+        laid_out = lay_out({key: self._leaves[key].value for key in found.tensors}, self._access_of)
+        self._targets = {key: _Target(held) for key, held in laid_out.items()}
+        self._accesses = {type(held.access): held.access for held in laid_out.values()}
+        self._unfinished = 0
+        self._uploading = 0
+
+    def create_local_plan(self) -> LoadPlan:
+        items = [_dcp.read_object(key) for key in self._object_keys]
+        broken: list[tuple[str, str]] = []
+        for key, target in self._targets.items():
+            saved = self._metadata.state_dict_metadata[key]
+            assert isinstance(saved, TensorStorageMetadata)
+            reads, flaws = _reads(key, target.boxes, saved)
+            target.waiting = len(reads)
+            self._unfinished += bool(reads)
+            items += reads
+            broken += [(key, f"{key!r} of shape {tuple(saved.size)}: {flaw}") for flaw in flaws]
+        if broken:
+            raise IncompleteCheckpointError(
+                "the checkpoint does not hold every element that the target needs exactly once:\n  "
+                + "\n  ".join(text for _, text in broken)
+                + "\nNothing was loaded. Restore from another checkpoint, or take these keys out of the target",
+                keys=list(dict.fromkeys(key for key, _ in broken)),
+            )
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        key = read_item.dest_index.fqn
+        decoded = decode(key, value, self._allow_types, self._trust_pickle)
+        with self._lock:
+            self._objects[key] = decoded
+            if len(self._objects) == len(self._object_keys):
+                for key in self._object_keys:
+                    _set_object(self._leaves[key], self._objects[key], self._access_of)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        with self._lock:
+            shard = self._targets[read_item.dest_index.fqn].shard(read_item.dest_index)
+        return shard[Box(tuple(read_item.dest_offsets), tuple(read_item.lengths)).slices]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        with self._lock:
+            target = self._targets[read_item.dest_index.fqn]
+            target.waiting -= 1
+            if target.waiting:
+                return
+            self._uploading += target.put()
+            self._unfinished -= 1
+            if self._uploading >= _UPLOAD_BYTES or not self._unfinished:
+                for access in self._accesses.values():
+                    access.settle()
+                self._uploading = 0
+
+
+class _Target:
+    """A tensor being loaded: one host buffer for each distinct box, until all have arrived."""
+
+    def __init__(self, held: LaidOut):
+        self.held = held
+        self.boxes = held.layout.boxes
+        self.waiting = 0  # reads still to come
+        self._buffers: dict[Box, torch.Tensor] = {}
+        self._by_offset = {torch.Size(box.offsets): box for box in self.boxes}
+
+    def shard(self, index: MetadataIndex) -> torch.Tensor:
+        """The elements of the box at ``index``, without padding, for reading into."""
+        assert index.offset is not None
+        box = self._by_offset[index.offset]
+        if box not in self._buffers:
+            layout = self.held.layout
+            # Padding is never read back, but it must not carry a previous tenant's memory to the device.
+            make = torch.empty if box.sizes == layout.shard_shape else torch.zeros
+            self._buffers[box] = make(layout.shard_shape, dtype=layout.dtype)
+        return self._buffers[box][tuple(slice(n) for n in box.sizes)]
+
+    def put(self) -> int:
+        """Hand the buffers to the devices; returns their bytes."""
+        self.held.access.put(self.held.tensor, self.held.layout, self._buffers)
+        nbytes = sum(buffer.nbytes for buffer in self._buffers.values())
+        self._buffers = {}
+        return nbytes
+
+
+def _reads(key: str, boxes: Sequence[Box], saved: TensorStorageMetadata) -> tuple[list[ReadItem], list[Flaw]]:
+    """The reads that fill ``boxes``, and where the saved chunks fail to cover them exactly once."""
+    index = ChunkIndex(_dcp.boxes_of(saved))
+    reads: list[ReadItem] = []
+    flaws: list[Flaw] = []
+    for box in boxes:
+        shared = index.overlaps(box)
+        parts = BoxArray.of(((part.offsets, part.sizes) for _, part in shared), len(box.sizes))
+        if covers_exactly(box, parts):
+            reads += [_dcp.read_tensor(key, box, index.chunks[number], part) for number, part in shared]
+        else:
+            flaws += find_flaws(box, parts)
+    return reads, flaws
+
+
+def _set_object(leaf: Leaf, loaded: Any, access_of: Callable[[torch.Tensor], TensorAccess]) -> None:
+    """Put a loaded object in the leaf's place.
+
+    Tensors inside it (a tuple of tensors is one object) are loaded into the target's tensors at the same position,
+    so that they stay on their devices with their sharding.
+    """
+    old, old_tree = pytree.tree_flatten(leaf.value)
+    new, new_tree = pytree.tree_flatten(loaded)
+    if old_tree == new_tree:
+        for place, (target, value) in enumerate(zip(old, new)):
+            if isinstance(target, torch.Tensor) and isinstance(value, torch.Tensor) and target.shape == value.shape:
+                _copy_into(target, value, access_of)
+                new[place] = target
+        loaded = pytree.tree_unflatten(new, new_tree)
+    leaf.replace(loaded)
+
+
+def _copy_into(target: torch.Tensor, value: torch.Tensor, access_of: Callable[[torch.Tensor], TensorAccess]) -> None:
+    held = lay_out({"": target}, access_of)[""]
+    whole = _Target(held)
+    for box in whole.boxes:
+        whole.shard(MetadataIndex("", box.offsets)).copy_(value[box.slices])
+    if whole.boxes:
+        whole.put()
+
+
+def _warn(what: str, keys: Sequence[str]) -> None:
+    if keys:
+        logger.warning("%d keys are %s: %s", len(keys), what, ", ".join(keys))

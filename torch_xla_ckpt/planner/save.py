@@ -1,0 +1,230 @@
+"""SPMDSavePlanner: what each process writes."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem
+
+from torch_xla_ckpt import _dcp
+from torch_xla_ckpt.device import TensorAccess, access_of
+from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
+from torch_xla_ckpt.layout import Box, Claim, assign, covers_exactly, find_flaws
+from torch_xla_ckpt.planner.objects import encode
+from torch_xla_ckpt.planner.shards import LaidOut, ShardSource, compact, lay_out
+from torch_xla_ckpt.planner.tree import Leaf, Path, flatten
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LocalFacts:
+    """What a process tells the coordinator beside its items.
+
+    Args:
+        paths: DCP's mapping from each key to its path in the state dict.
+        digests: for tensors that are not known to be equal on all processes, a digest of their data.
+    """
+
+    paths: Mapping[str, Path]
+    digests: Mapping[str, bytes] = field(default_factory=dict)
+
+
+class SPMDSavePlanner(SavePlanner):
+    """Saves state dicts that hold XLA tensors sharded by SPMD, beside anything else DCP saves.
+
+    Pass it to ``dcp.save``. Each process offers every distinct box it holds; the coordinator gives each box, or
+    parts of it, to one of its holders so that bytes are balanced, and proves that the boxes of every tensor cover
+    it exactly once. What is written is a standard DCP checkpoint.
+
+    A tensor that SPMD replicates may be written in parts by several processes. An ordinary host tensor too, if its
+    data is the same on all of them; if it differs, the lowest rank's is saved and a warning names the key. Items
+    that are not tensors are saved from the lowest rank that has them.
+
+    Args:
+        access: how tensors are read from where they live. The default suits every tensor; simulated hosts pass
+            their own.
+
+    Raises (inside DCP's ``CheckpointException``, as every error of a planner; ``torch_xla_ckpt.save`` unwraps it):
+        IncompleteCheckpointError: the processes together do not hold a tensor exactly once.
+        CheckpointError: two values have one key, or processes disagree about a key's shape or dtype.
+    """
+
+    def __init__(self, *, access: Callable[[torch.Tensor], TensorAccess] = access_of):
+        self._access_of = access
+        self._leaves: dict[str, Leaf] = {}
+        self._tensors: dict[str, LaidOut] = {}
+        self._source = ShardSource({})
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        self._leaves = flatten(state_dict)
+        tensors = {key: leaf.value for key, leaf in self._leaves.items() if leaf.is_tensor}
+        self._tensors = lay_out(tensors, self._access_of)
+        self._source = ShardSource(self._tensors)
+
+    def create_local_plan(self) -> SavePlan:
+        items: list[WriteItem] = []
+        for key in self._leaves:
+            items += _offers(key, self._tensors[key]) if key in self._tensors else [_dcp.object_item(key)]
+        paths = {key: leaf.path for key, leaf in self._leaves.items()}
+        return SavePlan(items, planner_data=LocalFacts(paths, self._digests()))
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        facts: list[LocalFacts] = [plan.planner_data for plan in all_plans]
+        offers = _gathered(all_plans)
+        items: list[list[WriteItem]] = [[] for _ in all_plans]
+        metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+
+        claims: list[Claim] = []
+        claimed: list[tuple[str, TensorWriteData, list[ChunkStorageMetadata]]] = []
+        divergent = _divergent(facts)
+        for key, offer in offers.items():
+            if offer.tensor is None:
+                items[offer.ranks[0]].append(_dcp.object_item(key))
+                metadata[key] = BytesStorageMetadata()
+                continue
+            itemsize = offer.tensor.properties.dtype.itemsize
+            chunks: list[ChunkStorageMetadata] = []
+            metadata[key] = TensorStorageMetadata(offer.tensor.properties, offer.tensor.size, chunks)
+            for box, ranks in offer.holders.items():
+                claims.append(Claim(box, itemsize, tuple(ranks), divisible=key not in divergent))
+                claimed.append((key, offer.tensor, chunks))
+        for piece in assign(claims):
+            key, tensor, chunks = claimed[piece.claim]
+            chunk = _dcp.chunk_of(piece.box)
+            items[piece.rank].append(_dcp.tensor_item(key, chunk, tensor.properties, tensor.size))
+            chunks.append(chunk)
+
+        _prove_complete(metadata)
+        if divergent:
+            logger.warning(
+                "these tensors differ between processes, and the lowest rank's is saved: %s. "
+                "To keep each process's own, put the rank in the key",
+                ", ".join(sorted(divergent)),
+            )
+        paths = {key: path for fact in reversed(facts) for key, path in fact.paths.items()}
+        plans = [replace(plan, items=own, planner_data=None) for plan, own in zip(all_plans, items)]
+        return plans, Metadata(state_dict_metadata=metadata, planner_data=paths)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        self._source.announce(item.index.fqn for item in new_plan.items if item.tensor_data is not None)
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        key = write_item.index.fqn
+        if write_item.tensor_data is None:
+            return encode(key, self._leaves[key].value, self._to_host)
+        return self._source.take(key, _dcp.box_of(write_item.tensor_data.chunk))
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return lay_out({"": tensor}, self._access_of)[""].gather()
+
+    def _digests(self) -> dict[str, bytes]:
+        """Of each tensor that other processes may hold with other data; none when there are no others."""
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return {}
+        own = {key: held for key, held in self._tensors.items() if not held.layout.identical}
+        return {key: _digest(held.gather()) for key, held in own.items()}
+
+
+@dataclass
+class _Offer:
+    """What all processes together offer to write under one key."""
+
+    ranks: list[int]
+    tensor: TensorWriteData | None
+    holders: dict[Box, list[int]]
+
+
+def _offers(key: str, held: LaidOut) -> list[WriteItem]:
+    """One item for each distinct box; a tensor without elements is recorded as one empty chunk."""
+    layout = held.layout
+    whole = Box.whole(layout.shape)
+    boxes = layout.boxes if whole.volume else (whole,)
+    properties = TensorProperties(dtype=layout.dtype, requires_grad=held.tensor.requires_grad)
+    return [_dcp.tensor_item(key, _dcp.chunk_of(box), properties, torch.Size(layout.shape)) for box in boxes]
+
+
+def _gathered(plans: Sequence[SavePlan]) -> dict[str, _Offer]:
+    """The offers of all processes by key.
+
+    Raises:
+        CheckpointError: two processes disagree about what lies under a key.
+    """
+    offers: dict[str, _Offer] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            key, tensor = item.index.fqn, item.tensor_data
+            offer = offers.setdefault(key, _Offer([], tensor, defaultdict(list)))
+            if _kind(tensor) != _kind(offer.tensor):
+                raise CheckpointError(
+                    f"processes disagree about {key!r}: rank {offer.ranks[0]} has {_kind(offer.tensor)}, rank {rank} "
+                    f"has {_kind(tensor)}. To keep each process's own, put the rank in the key"
+                )
+            if not offer.ranks or offer.ranks[-1] != rank:
+                offer.ranks.append(rank)
+            if tensor is not None:
+                offer.holders[_dcp.box_of(tensor.chunk)].append(rank)
+    return offers
+
+
+def _kind(tensor: TensorWriteData | None) -> str:
+    return "an object" if tensor is None else f"a tensor of shape {tuple(tensor.size)}, {tensor.properties.dtype}"
+
+
+def _divergent(facts: Sequence[LocalFacts]) -> set[str]:
+    """Keys whose data is not the same on all processes that have them."""
+    digests: dict[str, set[bytes]] = defaultdict(set)
+    for fact in facts:
+        for key, digest in fact.digests.items():
+            digests[key].add(digest)
+    return {key for key, seen in digests.items() if len(seen) > 1}
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    flat = compact(tensor).reshape(-1).view(torch.uint8)
+    return xxhash.xxh3_128_digest(memoryview(flat.numpy()))
+
+
+def _prove_complete(metadata: Mapping[str, TensorStorageMetadata | BytesStorageMetadata]) -> None:
+    """Show that the chunks of every tensor cover it exactly once.
+
+    Raises:
+        IncompleteCheckpointError: naming every tensor for which they do not, and where.
+    """
+    broken = []
+    for key, saved in metadata.items():
+        if isinstance(saved, TensorStorageMetadata):
+            whole, chunks = Box.whole(saved.size), _dcp.boxes_of(saved)
+            if not covers_exactly(whole, chunks):
+                flaws = "; ".join(map(str, find_flaws(whole, chunks)))
+                broken.append((key, f"{key!r} of shape {tuple(saved.size)}: {flaws}"))
+    if broken:
+        raise IncompleteCheckpointError(
+            "the processes of this save do not hold every element exactly once:\n  "
+            + "\n  ".join(text for _, text in broken)
+            + "\nNothing was written. If the program runs on several hosts, every one of them must take part in the "
+            "save, in one process group",
+            keys=[key for key, _ in broken],
+        )

@@ -1,0 +1,94 @@
+"""Host copies of device shards: fetched when first asked for, dropped when last used."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from torch_xla_ckpt.device import TensorAccess
+from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.layout import Box, TensorLayout
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """A tensor of a state dict with its layout and the way to its data."""
+
+    tensor: torch.Tensor
+    layout: TensorLayout
+    access: TensorAccess
+
+    def gather(self) -> torch.Tensor:
+        """The whole tensor on the host.
+
+        Raises:
+            CheckpointError: this process does not hold all of it.
+        """
+        whole = Box.whole(self.layout.shape)
+        shards = self.access.fetch(self.tensor, self.layout)
+        if whole in shards:
+            return compact(shards[whole])
+        held = sum(box.volume for box in self.layout.boxes)
+        if held != whole.volume:
+            raise CheckpointError(
+                f"a tensor of shape {self.layout.shape} inside an object (a tuple, say) is sharded over several "
+                "processes, and one process cannot write all of it. Put the tensor in a dict or list of its own"
+            )
+        full = torch.empty(self.layout.shape, dtype=self.layout.dtype)
+        for box in self.layout.boxes:
+            full[box.slices] = shards[box]
+        return full
+
+
+def lay_out(
+    tensors: Mapping[str, torch.Tensor], access_of: Callable[[torch.Tensor], TensorAccess]
+) -> dict[str, LaidOut]:
+    """Layouts of tensors, after all pending computation has been awaited."""
+    accesses = {key: access_of(tensor) for key, tensor in tensors.items()}
+    for access in {type(access): access for access in accesses.values()}.values():
+        access.settle()
+    return {key: LaidOut(tensor, accesses[key].layout(tensor), accesses[key]) for key, tensor in tensors.items()}
+
+
+class ShardSource:
+    """Serves boxes of tensors as host tensors, from several threads.
+
+    A tensor's shards are fetched together at the first request for one of them, as the device runtime offers no
+    less, and let go when every box that was announced has been served.
+    """
+
+    def __init__(self, tensors: Mapping[str, LaidOut]):
+        self._tensors = tensors
+        self._announced: Counter[str] = Counter()
+        self._fetched: dict[str, Mapping[Box, torch.Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def announce(self, keys: Iterable[str]) -> None:
+        """Say which tensors will be asked for, one key for each box."""
+        self._announced = Counter(keys)
+
+    def take(self, key: str, box: Box) -> torch.Tensor:
+        """The elements of ``box``, in a contiguous host tensor with a storage of just its size."""
+        held = self._tensors[key]
+        if box.volume == 0:
+            return torch.empty(box.sizes, dtype=held.layout.dtype)
+        with self._lock:
+            shards = self._fetched.pop(key, None)
+            if shards is None:
+                shards = held.access.fetch(held.tensor, held.layout)
+            self._announced[key] -= 1
+            if self._announced[key] > 0:
+                self._fetched[key] = shards
+        source = next(outer for outer in shards if outer.contains(box))
+        return compact(shards[source][box.relative_to(source).slices])
+
+
+def compact(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` contiguous and alone in its storage: writers that pickle a tensor write its whole storage."""
+    tensor = tensor.contiguous()
+    alone = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+    return tensor if alone else tensor.clone()
