@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -57,6 +58,8 @@ class XlaAccess:
 
     def fetch(self, tensor: torch.Tensor, layout: TensorLayout) -> Mapping[Box, torch.Tensor]:
         tensor = _unwrapped(tensor)
+        if layout.dtype == torch.complex128:
+            return self._fetch_complex128(tensor, layout)
         if not _tiled(_XLAC._get_xla_sharding_spec(tensor)):
             (full,) = _XLAC._xla_get_cpu_tensors([tensor])
             return {layout.shards[0].box: full}
@@ -66,16 +69,30 @@ class XlaAccess:
         boxes = {shard.box: data[shard.device] for shard in reversed(layout.shards)}
         return {box: piece[tuple(slice(n) for n in box.sizes)] for box, piece in boxes.items()}
 
+    def _fetch_complex128(self, tensor: torch.Tensor, layout: TensorLayout) -> Mapping[Box, torch.Tensor]:
+        """The runtime drops the imaginary part of complex128 on the way to the host: fetch the two parts apart."""
+        parts = [tensor.real.clone(), tensor.imag.clone()]
+        if _tiled(_XLAC._get_xla_sharding_spec(tensor)):
+            for part in parts:
+                _XLAC._xla_mark_sharding(part, _XLAC._get_xla_op_sharding(tensor))
+        self.settle()
+        real, imag = (self.fetch(part, replace(layout, dtype=torch.float64)) for part in parts)
+        return {box: torch.complex(real[box], imag[box]) for box in real}
+
     def put(self, tensor: torch.Tensor, layout: TensorLayout, shards: Mapping[Box, torch.Tensor]) -> None:
         tensor = _unwrapped(tensor)
         if not _tiled(_XLAC._get_xla_sharding_spec(tensor)):
+            data = shards[layout.shards[0].box]
+            if data.ndim == 0:
+                # Copied from the host, a 0-d tensor becomes a constant of the graph, and there are no float8 ones.
+                (data,) = _XLAC._xla_tensors_from_aten([data], [str(tensor.device)], [None])
             with torch.no_grad():
-                tensor.detach().copy_(shards[layout.shards[0].box])
+                tensor.detach().copy_(data)
             return
         # A device whose shard is all padding still wants a tensor to hold.
         empty = torch.zeros(layout.shard_shape, dtype=layout.dtype)
-        data = [shards[shard.box] if shard.box.volume else empty for shard in layout.shards]
-        _XLAC._load_local_shards(tensor, data, [shard.device for shard in layout.shards])
+        parts = [shards[shard.box] if shard.box.volume else empty for shard in layout.shards]
+        _XLAC._load_local_shards(tensor, parts, [shard.device for shard in layout.shards])
 
     def devices(self) -> list[str]:
         """Names of this process's devices, in the order in which the runtime lists shards."""

@@ -8,15 +8,16 @@ however many boxes it has, and each piece is a contiguous range of the box's row
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch_xla_ckpt.layout.box import Box
 
-# Pieces smaller than this are not worth an item of their own in a file: below it, balance to the byte is given up.
-_SMALLEST_PIECE = 4096
+# Claims smaller than this are not worth a second item in a file: they go whole to whoever writes least.
+_WORTH_CUTTING = 8192  # bytes
 # A cut may miss the level by this share of a holder's bytes when that keeps whole rows together.
 _SLACK = 0.01
 
@@ -72,44 +73,44 @@ def assign(claims: Sequence[Claim]) -> list[Piece]:
             load[claim.holders[0]] += claim.nbytes
     # Boxes that few processes hold leave least choice and go first.
     for holders in sorted(shared, key=lambda holders: (len(holders), holders)):
-        pieces.extend(_wrap_around(shared[holders], claims, holders, load))
+        pieces.extend(_share(shared[holders], claims, holders, load))
     return sorted(pieces, key=lambda piece: piece.claim)
 
 
-def _wrap_around(
+def _share(
     numbers: Sequence[int], claims: Sequence[Claim], holders: tuple[int, ...], load: dict[int, int]
+) -> Iterator[Piece]:
+    large = [number for number in numbers if claims[number].nbytes >= _WORTH_CUTTING]
+    for piece in _wrap_around(large, claims, holders, load):
+        load[piece.rank] += piece.box.volume * claims[piece.claim].itemsize
+        yield piece
+    for number in sorted(set(numbers) - set(large), key=lambda number: (-claims[number].nbytes, number)):
+        rank = min(holders, key=lambda rank: (load[rank], rank))
+        load[rank] += claims[number].nbytes
+        yield Piece(number, claims[number].box, rank)
+
+
+def _wrap_around(
+    numbers: Sequence[int], claims: Sequence[Claim], holders: tuple[int, ...], load: Mapping[int, int]
 ) -> Iterator[Piece]:
     total = sum(claims[number].nbytes for number in numbers)
     level = _level([load[rank] for rank in holders], total)
-    line = iter(holders)
-    rank = next(line)
+    # Where each holder's part of the line ends, in bytes from the line's beginning; the last takes what is left.
+    ends = list(itertools.accumulate(max(0.0, level - load[rank]) for rank in holders[:-1]))
+    ends.append(math.inf)
+    turn, start = 0, 0
     for number in numbers:
         claim = claims[number]
         row = _row(claim, total * _SLACK / len(holders))
         done = 0
         while done < claim.box.volume:
-            cut = _cut(done, claim, (level - load[rank]) / claim.itemsize, row)
-            if rank == holders[-1]:
-                cut = claim.box.volume
+            room = (ends[turn] - start) / claim.itemsize
+            cut = claim.box.volume if room >= claim.box.volume else max(done, round(room / row) * row)
             for box in boxes_of_range(claim.box, done, cut):
-                yield Piece(number, box, rank)
-            load[rank] += (cut - done) * claim.itemsize
+                yield Piece(number, box, holders[turn])
             done = cut
-            if done < claim.box.volume or (load[rank] >= level and rank != holders[-1]):
-                rank = next(line)
-        if claim.box.volume == 0:
-            yield Piece(number, claim.box, rank)
-
-
-def _cut(done: int, claim: Claim, room: float, row: int) -> int:
-    """The element of the claim up to which a holder with ``room`` elements to spare takes it from ``done`` on."""
-    volume = claim.box.volume
-    cut = min(volume, max(done, round((done + room) / row) * row))
-    smallest = math.ceil(_SMALLEST_PIECE / claim.itemsize)
-    if cut - done < smallest or volume - cut < smallest:
-        # Too small to be cut here: all of the rest goes to the side on which most of it lies.
-        return volume if room >= (volume - done) / 2 else done
-    return cut
+            turn += done < claim.box.volume
+        start += claim.nbytes
 
 
 def _row(claim: Claim, slack: float) -> int:

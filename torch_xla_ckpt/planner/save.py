@@ -204,7 +204,7 @@ def _divergent(facts: Sequence[LocalFacts]) -> set[str]:
 
 def _digest(tensor: torch.Tensor) -> bytes:
     flat = compact(tensor).reshape(-1).view(torch.uint8)
-    return xxhash.xxh3_128_digest(memoryview(flat.numpy()))
+    return xxhash.xxh3_128_digest(flat.numpy().data)
 
 
 def _prove_complete(metadata: Mapping[str, TensorStorageMetadata | BytesStorageMetadata]) -> None:

@@ -1,0 +1,57 @@
+"""Keys are DCP's, and values go back to where they came from."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+from torch_xla_ckpt import CheckpointError
+from torch_xla_ckpt.planner.tree import flatten
+
+leaves = st.one_of(st.integers(), st.text(max_size=2), st.none(), st.builds(lambda: torch.zeros(1)))
+trees = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.sampled_from(["a", "b", 0, 1]), inner, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["m", "o", 7]), trees, max_size=3))
+def test_keys_and_paths_are_those_of_dcp(state):
+    flat, paths = flatten_state_dict(state)
+    leaves = flatten(state)
+    assert {key: leaf.path for key, leaf in leaves.items()} == paths
+    assert all(leaf.value is flat[key] for key, leaf in leaves.items())
+
+
+@given(st.dictionaries(st.sampled_from(["m", "o", 7]), trees, max_size=3))
+def test_a_value_put_back_is_found_under_its_key(state):
+    for key, leaf in flatten(state).items():
+        new = torch.zeros(2)
+        leaf.replace(new)
+        assert flatten(state)[key].value is new
+
+
+def test_integer_keys_stay_integers():
+    """DCP's own set_element would add a second, string key and leave the old value in place."""
+    state = {"state": {0: {"step": 1}}}
+    flatten(state)["state.0.step"].replace(2)
+    assert state == {"state": {0: {"step": 2}}}
+
+
+def test_any_mapping_is_opened():
+    state = {"a": OrderedDict(b=OrderedDict(c=1))}
+    assert flatten(state)["a.b.c"].path == ("a", "b", "c")
+
+
+@pytest.mark.parametrize("state", [{"a.b": 1, "a": {"b": 2}}, {"a": {1: 1, "1": 2}}])
+def test_two_values_under_one_key_are_refused_before_one_is_lost(state):
+    with pytest.raises(CheckpointError, match="two values of the state dict have the key"):
+        flatten(state)
