@@ -5,6 +5,7 @@ A new torch release that moves something in DCP is this file's work.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -58,21 +59,38 @@ def tensor_item(key: str, chunk: ChunkStorageMetadata, properties: TensorPropert
     )
 
 
+def part_of(item: WriteItem, box: Box) -> WriteItem:
+    """The order to write ``box``, part of what ``item`` writes."""
+    assert item.tensor_data is not None
+    return tensor_item(item.index.fqn, chunk_of(box), item.tensor_data.properties, item.tensor_data.size)
+
+
 def object_item(key: str) -> WriteItem:
     """The order to write something that is not a tensor."""
     return WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO)
 
 
-def read_tensor(key: str, target: Box, saved: Box, shared: Box) -> ReadItem:
-    """The order to copy ``shared`` (in global coordinates) from the chunk ``saved`` into the box ``target``."""
-    return ReadItem(
-        type=LoadItemType.TENSOR,
-        dest_index=MetadataIndex(key, target.offsets),
-        dest_offsets=torch.Size(shared.relative_to(target).offsets),
-        storage_index=MetadataIndex(key, saved.offsets),
-        storage_offsets=torch.Size(shared.relative_to(saved).offsets),
-        lengths=torch.Size(shared.sizes),
+def read_parts(key: str, target: Box, chunks: BoxArray, numbers: np.ndarray, parts: BoxArray) -> list[ReadItem]:
+    """The orders to fill the box ``target``, whose region ``parts[n]`` lies in the saved ``chunks[numbers[n]]``."""
+    index = MetadataIndex(key, target.offsets)
+    saved = chunks.take(numbers).starts
+    columns = (
+        parts.starts - np.array(target.offsets, dtype=np.int64),
+        saved,
+        parts.starts - saved,
+        parts.stops - parts.starts,
     )
+    return [
+        ReadItem(
+            type=LoadItemType.TENSOR,
+            dest_index=index,
+            dest_offsets=torch.Size(into),
+            storage_index=MetadataIndex(key, chunk),
+            storage_offsets=torch.Size(out_of),
+            lengths=torch.Size(lengths),
+        )
+        for into, chunk, out_of, lengths in zip(*(column.tolist() for column in columns))
+    ]
 
 
 def read_object(key: str) -> ReadItem:

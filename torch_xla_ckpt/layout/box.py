@@ -27,7 +27,7 @@ class Box:
     def __post_init__(self) -> None:
         if len(self.offsets) != len(self.sizes):
             raise ValueError(f"a box needs one size for each offset, got {self.offsets} and {self.sizes}")
-        if any(n < 0 for n in self.offsets) or any(n < 0 for n in self.sizes):
+        if self.sizes and (min(self.offsets) < 0 or min(self.sizes) < 0):
             raise ValueError(f"a box has no negative offsets or sizes, got {self.offsets} and {self.sizes}")
 
     @classmethod
@@ -99,6 +99,10 @@ class BoxArray:
     def __len__(self) -> int:
         return len(self.starts)
 
+    def take(self, numbers: np.ndarray | slice) -> BoxArray:
+        """The boxes at these positions."""
+        return BoxArray(self.starts[numbers], self.stops[numbers])
+
     @property
     def ndim(self) -> int:
         return self.starts.shape[1]
@@ -107,10 +111,10 @@ class BoxArray:
         start, stop = self.starts[number].tolist(), self.stops[number].tolist()
         return Box(tuple(start), tuple(b - a for a, b in zip(start, stop)))
 
-    def clipped(self, region: Box) -> BoxArray:
-        """The parts of the boxes that lie in ``region``; boxes that share no element with it are dropped."""
+    def clipped(self, region: Box) -> tuple[np.ndarray, BoxArray]:
+        """Which boxes share elements with ``region``, and the parts of them that lie in it."""
         low = np.array(region.offsets, dtype=np.int64)
         starts = np.maximum(self.starts, low)
         stops = np.minimum(self.stops, low + np.array(region.sizes, dtype=np.int64))
-        kept = (starts < stops).all(axis=1)
-        return BoxArray(starts[kept], stops[kept])
+        kept = np.flatnonzero((starts < stops).all(axis=1))
+        return kept, BoxArray(starts[kept], stops[kept])

@@ -65,7 +65,7 @@ def find_flaws(region: Box, boxes: BoxArray, limit: int = 3) -> tuple[Flaw, ...]
 
 def _search(region: Box, boxes: BoxArray) -> Iterator[Flaw]:
     """Halve the region at a box's edge until what is wrong with each part is plain."""
-    inside = boxes.clipped(region)
+    _, inside = boxes.clipped(region)
     if covers_exactly(region, inside):
         return
     if len(inside) == 0:

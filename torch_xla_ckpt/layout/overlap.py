@@ -22,25 +22,21 @@ class ChunkIndex:
         if self._dim is None:
             return
         self._order = np.argsort(chunks.starts[:, self._dim], kind="stable")
-        self._sorted = BoxArray(chunks.starts[self._order], chunks.stops[self._order])
+        self._sorted = chunks.take(self._order)
         self._low = np.ascontiguousarray(self._sorted.starts[:, self._dim])
         # The largest end so far: chunks before the first one that passes the box's start cannot reach it.
         self._high = np.maximum.accumulate(self._sorted.stops[:, self._dim])
 
-    def overlaps(self, box: Box) -> list[tuple[int, Box]]:
-        """The number of each chunk that shares elements with ``box``, and the region shared, in chunk order."""
+    def overlaps(self, box: Box) -> tuple[np.ndarray, BoxArray]:
+        """The numbers of the chunks that share elements with ``box``, ascending, and the regions shared."""
         if self._dim is None:
-            return [(number, box) for number in range(len(self.chunks))]
+            return self.chunks.clipped(box)
         start, size = box.offsets[self._dim], box.sizes[self._dim]
         window = slice(
             int(np.searchsorted(self._high, start, side="right")),
             int(np.searchsorted(self._low, start + size, side="left")),
         )
-        low = np.array(box.offsets, dtype=np.int64)
-        starts = np.maximum(self._sorted.starts[window], low)
-        stops = np.minimum(self._sorted.stops[window], low + np.array(box.sizes, dtype=np.int64))
-        hits = np.flatnonzero((starts < stops).all(axis=1))
+        hits, parts = self._sorted.take(window).clipped(box)
         numbers = self._order[window][hits]
-        rows = np.argsort(numbers)
-        shared = zip(starts[hits][rows].tolist(), (stops - starts)[hits][rows].tolist())
-        return [(number, Box(tuple(o), tuple(n))) for number, (o, n) in zip(numbers[rows].tolist(), shared)]
+        ascending = np.argsort(numbers)
+        return numbers[ascending], parts.take(ascending)

@@ -57,12 +57,17 @@ class Piece:
     rank: int
 
 
-def assign(claims: Sequence[Claim]) -> list[Piece]:
+def assign(claims: Sequence[Claim], written: Mapping[int, int] | None = None) -> list[Piece]:
     """Give every element of every claim to exactly one of its holders, with their bytes balanced.
 
-    Deterministic: equal claims give equal pieces. Pieces come in the order of the claims.
+    Args:
+        claims: what is to be written.
+        written: bytes that a rank writes anyway.
+
+    Returns:
+        The pieces in the order of the claims. Equal arguments give equal pieces.
     """
-    load: dict[int, int] = defaultdict(int)
+    load: dict[int, int] = defaultdict(int, written or {})
     pieces: list[Piece] = []
     shared: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for number, claim in enumerate(claims):

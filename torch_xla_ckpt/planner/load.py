@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.device import TensorAccess, access_of
 from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
-from torch_xla_ckpt.layout import Box, BoxArray, ChunkIndex, Flaw, covers_exactly, find_flaws
+from torch_xla_ckpt.layout import Box, ChunkIndex, Flaw, covers_exactly, find_flaws
 from torch_xla_ckpt.planner.match import match
 from torch_xla_ckpt.planner.objects import AllowedType, decode
 from torch_xla_ckpt.planner.shards import LaidOut, lay_out
@@ -176,10 +176,9 @@ def _reads(key: str, boxes: Sequence[Box], saved: TensorStorageMetadata) -> tupl
     reads: list[ReadItem] = []
     flaws: list[Flaw] = []
     for box in boxes:
-        shared = index.overlaps(box)
-        parts = BoxArray.of(((part.offsets, part.sizes) for _, part in shared), len(box.sizes))
+        numbers, parts = index.overlaps(box)
         if covers_exactly(box, parts):
-            reads += [_dcp.read_tensor(key, box, index.chunks[number], part) for number, part in shared]
+            reads += _dcp.read_parts(key, box, index.chunks, numbers, parts)
         else:
             flaws += find_flaws(box, parts)
     return reads, flaws

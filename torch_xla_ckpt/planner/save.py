@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +15,6 @@ import torch.distributed as dist
 import xxhash
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     StorageMeta,
     TensorProperties,
@@ -92,30 +92,16 @@ class SPMDSavePlanner(SavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         facts: list[LocalFacts] = [plan.planner_data for plan in all_plans]
+        divergent = _divergent(facts)
         offers = _gathered(all_plans)
         items: list[list[WriteItem]] = [[] for _ in all_plans]
-        metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-
-        claims: list[Claim] = []
-        claimed: list[tuple[str, TensorWriteData, list[ChunkStorageMetadata]]] = []
-        divergent = _divergent(facts)
-        for key, offer in offers.items():
-            if offer.tensor is None:
-                items[offer.ranks[0]].append(_dcp.object_item(key))
-                metadata[key] = BytesStorageMetadata()
-                continue
-            itemsize = offer.tensor.properties.dtype.itemsize
-            chunks: list[ChunkStorageMetadata] = []
-            metadata[key] = TensorStorageMetadata(offer.tensor.properties, offer.tensor.size, chunks)
-            for box, ranks in offer.holders.items():
-                claims.append(Claim(box, itemsize, tuple(ranks), divisible=key not in divergent))
-                claimed.append((key, offer.tensor, chunks))
-        for piece in assign(claims):
-            key, tensor, chunks = claimed[piece.claim]
-            chunk = _dcp.chunk_of(piece.box)
-            items[piece.rank].append(_dcp.tensor_item(key, chunk, tensor.properties, tensor.size))
-            chunks.append(chunk)
-
+        for rank, item in _assigned(offers, divergent):
+            items[rank].append(item)
+        metadata = {key: offer.metadata() for key, offer in offers.items()}
+        for item in itertools.chain.from_iterable(items):
+            saved = metadata[item.index.fqn]
+            if item.tensor_data is not None and isinstance(saved, TensorStorageMetadata):
+                saved.chunks.append(item.tensor_data.chunk)
         _prove_complete(metadata)
         if divergent:
             logger.warning(
@@ -150,11 +136,20 @@ class SPMDSavePlanner(SavePlanner):
 
 @dataclass
 class _Offer:
-    """What all processes together offer to write under one key."""
+    """What all processes together offer to write under one key.
 
-    ranks: list[int]
-    tensor: TensorWriteData | None
-    holders: dict[Box, list[int]]
+    ``example`` is the first item seen; ``holders`` gives for each chunk one item that writes it and the ranks that
+    could, ascending. Chunks are told apart by offsets and sizes.
+    """
+
+    example: WriteItem
+    rank: int
+    holders: dict[tuple[torch.Size, torch.Size], tuple[WriteItem, list[int]]] = field(default_factory=dict)
+
+    def metadata(self) -> TensorStorageMetadata | BytesStorageMetadata:
+        """What the checkpoint says of the key, without any chunks yet."""
+        tensor = self.example.tensor_data
+        return BytesStorageMetadata() if tensor is None else TensorStorageMetadata(tensor.properties, tensor.size, [])
 
 
 def _offers(key: str, held: LaidOut) -> list[WriteItem]:
@@ -175,21 +170,49 @@ def _gathered(plans: Sequence[SavePlan]) -> dict[str, _Offer]:
     offers: dict[str, _Offer] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
-            key, tensor = item.index.fqn, item.tensor_data
-            offer = offers.setdefault(key, _Offer([], tensor, defaultdict(list)))
-            if _kind(tensor) != _kind(offer.tensor):
+            offer = offers.get(item.index.fqn)
+            if offer is None:
+                offer = offers[item.index.fqn] = _Offer(item, rank)
+            elif not _agree(item.tensor_data, offer.example.tensor_data):
                 raise CheckpointError(
-                    f"processes disagree about {key!r}: rank {offer.ranks[0]} has {_kind(offer.tensor)}, rank {rank} "
-                    f"has {_kind(tensor)}. To keep each process's own, put the rank in the key"
+                    f"processes disagree about {item.index.fqn!r}: rank {offer.rank} has {_kind(offer.example)}, "
+                    f"rank {rank} has {_kind(item)}. To keep each process's own, put the rank in the key"
                 )
-            if not offer.ranks or offer.ranks[-1] != rank:
-                offer.ranks.append(rank)
-            if tensor is not None:
-                offer.holders[_dcp.box_of(tensor.chunk)].append(rank)
+            if item.tensor_data is not None:
+                chunk = item.tensor_data.chunk
+                offer.holders.setdefault((chunk.offsets, chunk.sizes), (item, []))[1].append(rank)
     return offers
 
 
-def _kind(tensor: TensorWriteData | None) -> str:
+def _assigned(offers: Mapping[str, _Offer], divergent: Container[str]) -> Iterator[tuple[int, WriteItem]]:
+    """Every item with the rank that writes it: chunks that several could write are given out balanced."""
+    written: Counter[int] = Counter()
+    contested: list[tuple[WriteItem, Claim]] = []
+    for key, offer in offers.items():
+        if offer.example.tensor_data is None:
+            yield offer.rank, offer.example
+            continue
+        itemsize = offer.example.tensor_data.properties.dtype.itemsize
+        for (offsets, sizes), (item, ranks) in offer.holders.items():
+            if len(ranks) == 1:
+                written[ranks[0]] += sizes.numel() * itemsize
+                yield ranks[0], item
+            else:
+                box = Box(tuple(offsets), tuple(sizes))
+                contested.append((item, Claim(box, itemsize, tuple(ranks), divisible=key not in divergent)))
+    for piece in assign([claim for _, claim in contested], written):
+        item, claim = contested[piece.claim]
+        yield piece.rank, item if piece.box == claim.box else _dcp.part_of(item, piece.box)
+
+
+def _agree(a: TensorWriteData | None, b: TensorWriteData | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.size == b.size and a.properties.dtype == b.properties.dtype
+
+
+def _kind(item: WriteItem) -> str:
+    tensor = item.tensor_data
     return "an object" if tensor is None else f"a tensor of shape {tuple(tensor.size)}, {tensor.properties.dtype}"
 
 

@@ -1,0 +1,124 @@
+"""What planning costs: the proofs, whole plans, and DCP's own validation of the same chunks.
+
+Tensors are cut along the first, the last or both dimensions. Every number is a median after a warm-up; DCP's
+validation, quadratic in the chunks of a tensor, is measured on few tensors and given for one. The proof is checked
+to be one: with a chunk lost and with a chunk doubled it must say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.checkpoint.default_planner import _validate_global_plan
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from torch_xla_ckpt import _dcp
+from torch_xla_ckpt.errors import IncompleteCheckpointError
+from torch_xla_ckpt.layout import Box
+from torch_xla_ckpt.planner.load import _reads
+from torch_xla_ckpt.planner.save import LocalFacts, SPMDSavePlanner, _prove_complete
+
+SHAPE = (4096, 4096)
+CUTS = {"rows": (1024, 1), "columns": (1, 1024), "grid": (32, 32)}
+PROPERTIES = TensorProperties(dtype=torch.float32)
+
+
+def boxes(cut: tuple[int, int]) -> list[Box]:
+    sizes = tuple(n // parts for n, parts in zip(SHAPE, cut))
+    return [Box((a * sizes[0], b * sizes[1]), sizes) for a in range(cut[0]) for b in range(cut[1])]
+
+
+def saved(cut: tuple[int, int]) -> TensorStorageMetadata:
+    return TensorStorageMetadata(PROPERTIES, torch.Size(SHAPE), [_dcp.chunk_of(box) for box in boxes(cut)])
+
+
+def median(run: Callable[[], object], repeat: int) -> float:
+    """Median seconds of ``repeat`` runs after one that is not counted."""
+    run()
+    times = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def check_that_it_proves(cut: tuple[int, int]) -> None:
+    """A lost and a doubled chunk must be found; otherwise the times below mean nothing."""
+    for spoil in (lambda chunks: chunks[:-1], lambda chunks: [*chunks, chunks[0]]):
+        broken = saved(cut)
+        broken.chunks = spoil(broken.chunks)
+        try:
+            _prove_complete({"t": broken})
+        except IncompleteCheckpointError:
+            continue
+        raise SystemExit("the proof accepted a broken checkpoint")
+
+
+def plans(cut: tuple[int, int], tensors: int, processes: int) -> list[SavePlan]:
+    """Local plans of processes that each hold an equal share of every tensor's chunks."""
+    pieces = boxes(cut)
+    share = len(pieces) // processes
+    return [
+        SavePlan(
+            [
+                _dcp.tensor_item(f"t{n}", _dcp.chunk_of(box), PROPERTIES, torch.Size(SHAPE))
+                for n in range(tensors)
+                for box in pieces[rank * share : (rank + 1) * share]
+            ],
+            planner_data=LocalFacts({f"t{n}": (f"t{n}",) for n in range(tensors)}),
+        )
+        for rank in range(processes)
+    ]
+
+
+def measure(cut: tuple[int, int], tensors: int, repeat: int) -> dict[str, float]:
+    """Seconds for all ``tensors``, but for DCP's validation seconds a tensor."""
+    check_that_it_proves(cut)
+    metadata = {f"t{n}": saved(cut) for n in range(tensors)}
+    gathered = plans(cut, tensors, processes=4)
+    column = [Box((0, n * SHAPE[1] // 8), (SHAPE[0], SHAPE[1] // 8)) for n in range(8)]
+    one = {"t": saved(cut)}
+    return {
+        "proof": median(lambda: _prove_complete(metadata), repeat),
+        "save_plan": median(lambda: SPMDSavePlanner().create_global_plan(gathered), repeat),
+        "load_plan": median(lambda: [_reads(key, column, md) for key, md in metadata.items()], repeat),
+        "stock_each": median(lambda: _validate_global_plan([SavePlan([])], Metadata(one)), repeat),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tensors", type=int, default=1000)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--json", help="also write the numbers to this file")
+    options = parser.parse_args()
+
+    table = Table(title=f"{options.tensors} tensors of 1,024 chunks each, 4 processes (seconds on this machine)")
+    for column in ("cut by", "proof", "whole save plan", "whole load plan", "DCP's validation*", "proof is faster"):
+        table.add_column(column, justify="left" if column == "cut by" else "right")
+    results = {}
+    for name, cut in CUTS.items():
+        times = results[name] = measure(cut, options.tensors, options.repeat)
+        stock = times["stock_each"] * options.tensors
+        times["ratio"] = stock / times["proof"]
+        row = (times["proof"], times["save_plan"], times["load_plan"], stock)
+        table.add_row(name, *(f"{seconds:.1f}" for seconds in row), f"{times['ratio']:.0f} times")
+    console = Console()
+    console.print(table)
+    console.print("* measured for one tensor and multiplied; it runs for several processes only, and never on load")
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump({"tensors": options.tensors, "chunks": 1024, "seconds": results}, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()
