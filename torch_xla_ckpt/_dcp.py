@@ -5,10 +5,13 @@ A new torch release that moves something in DCP is this file's work.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
@@ -39,6 +42,28 @@ def chunk_of(box: Box) -> ChunkStorageMetadata:
 
 def box_of(chunk: ChunkStorageMetadata) -> Box:
     return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def lost(metadata: Metadata, keys: Iterable[str]) -> dict[str, list[Box | None]]:
+    """What the checkpoint lists under ``keys`` but its files do not hold; None stands for an object.
+
+    A storage writer that fails in a worker thread can leave such a checkpoint behind and report success. Storage
+    whose ``storage_data`` is not DCP's mapping from items to places in files cannot be checked, and loses nothing
+    here.
+    """
+    stored = metadata.storage_data
+    if not isinstance(stored, Mapping) or not all(isinstance(index, MetadataIndex) for index in stored):
+        return {}
+    missing: dict[str, list[Box | None]] = {}
+    for key in keys:
+        saved = metadata.state_dict_metadata[key]
+        if not isinstance(saved, TensorStorageMetadata):
+            gone: list[Box | None] = [] if MetadataIndex(key) in stored else [None]
+        else:
+            gone = [box_of(chunk) for chunk in saved.chunks if MetadataIndex(key, chunk.offsets) not in stored]
+        if gone:
+            missing[key] = gone
+    return missing
 
 
 def boxes_of(saved: TensorStorageMetadata) -> BoxArray:

@@ -89,7 +89,9 @@ class SPMDLoadPlanner(LoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         items = [_dcp.read_object(key) for key in self._object_keys]
-        broken: list[tuple[str, str]] = []
+        broken: dict[str, Sequence[object]] = {}
+        for key, parts in _dcp.lost(self._metadata, [*self._object_keys, *self._targets]).items():
+            broken[key] = [f"{part or 'the object'} is listed, but stored in no file" for part in parts[:3]]
         for key, target in self._targets.items():
             saved = self._metadata.state_dict_metadata[key]
             assert isinstance(saved, TensorStorageMetadata)
@@ -97,13 +99,14 @@ class SPMDLoadPlanner(LoadPlanner):
             target.waiting = len(reads)
             self._unfinished += bool(reads)
             items += reads
-            broken += [(key, f"{key!r} of shape {tuple(saved.size)}: {flaw}") for flaw in flaws]
+            if flaws:
+                broken[key] = flaws
         if broken:
             raise IncompleteCheckpointError(
                 "the checkpoint does not hold every element that the target needs exactly once:\n  "
-                + "\n  ".join(text for _, text in broken)
+                + "\n  ".join(f"{key!r}: " + "; ".join(map(str, what)) for key, what in broken.items())
                 + "\nNothing was loaded. Restore from another checkpoint, or take these keys out of the target",
-                keys=list(dict.fromkeys(key for key, _ in broken)),
+                keys=tuple(broken),
             )
         return LoadPlan(items)
 
