@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.utils import _pytree as pytree
 
@@ -72,12 +72,13 @@ class SPMDLoadPlanner(LoadPlanner):
     ) -> None:
         if metadata is None:
             raise CheckpointError("the storage reader gave no metadata, and without it nothing can be loaded")
-        self._leaves = flatten(state_dict)
+        saved = metadata.state_dict_metadata.items()
+        self._leaves = flatten(state_dict, whole={key for key, md in saved if isinstance(md, BytesStorageMetadata)})
         found = match(self._leaves, metadata)
         found.require_complete()
         if is_coordinator:
-            _warn("cast to the target's dtype", [f"{k} ({a} -> {b})" for k, (a, b) in found.cast.items()])
-            _warn("in the checkpoint, not in the target, and not loaded", found.unexpected)
+            _warn("were cast to the target's dtype", [f"{k} ({a} -> {b})" for k, (a, b) in found.cast.items()])
+            _warn("are in the checkpoint, not in the target, and were not loaded", found.unexpected)
         self._metadata = metadata
         self._object_keys = found.objects
         self._objects: dict[str, Any] = {}
@@ -215,4 +216,4 @@ def _copy_into(target: torch.Tensor, value: torch.Tensor, access_of: Callable[[t
 
 def _warn(what: str, keys: Sequence[str]) -> None:
     if keys:
-        logger.warning("%d keys are %s: %s", len(keys), what, ", ".join(keys))
+        logger.warning("these keys %s: %s", what, ", ".join(keys))

@@ -7,7 +7,7 @@ came from, so that putting a value back works for keys that are not strings (opt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,15 +40,20 @@ class Leaf:
         self.container[self.slot] = value
 
 
-def flatten(state_dict: Mapping[Any, Any]) -> dict[str, Leaf]:
+def flatten(state_dict: Mapping[Any, Any], whole: Container[str] = ()) -> dict[str, Leaf]:
     """The leaves of a state dict by key.
+
+    Args:
+        state_dict: nested mappings and lists.
+        whole: keys of containers that stay one leaf. torch_xla's planners, and DCP up to 2.3, save a dict without
+            tensors as one object.
 
     Raises:
         CheckpointError: two leaves have the same key.
     """
     leaves: dict[str, Leaf] = {}
-    for leaf in _leaves((), state_dict):
-        key = ".".join(map(str, leaf.path))
+    for leaf in _leaves((), state_dict, whole):
+        key = _key(leaf.path)
         if key in leaves:
             raise CheckpointError(
                 f"two values of the state dict have the key {key!r}: at {leaves[key].path} and at {leaf.path}. "
@@ -58,14 +63,18 @@ def flatten(state_dict: Mapping[Any, Any]) -> dict[str, Leaf]:
     return leaves
 
 
-def _leaves(path: Path, container: Any) -> Iterator[Leaf]:
+def _leaves(path: Path, container: Any, whole: Container[str]) -> Iterator[Leaf]:
     is_mapping = isinstance(container, Mapping)
     for slot, value in container.items() if is_mapping else enumerate(container):
         here = (*path, str(slot) if is_mapping else slot)
-        if _opens(value):
-            yield from _leaves(here, value)
+        if _opens(value) and _key(here) not in whole:
+            yield from _leaves(here, value, whole)
         else:
             yield Leaf(here, value, container, slot)
+
+
+def _key(path: Path) -> str:
+    return ".".join(map(str, path))
 
 
 def _opens(value: Any) -> bool:
