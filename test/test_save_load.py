@@ -6,6 +6,8 @@ import enum
 import logging
 import pathlib
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -508,5 +510,57 @@ def test_a_sharding_without_boxes_is_refused_by_name(tmp_path):
     xs.mark_sharding(tensor, mesh((8,)), ("a",))
     settle()
     manual = xs.enable_manual_sharding(tensor, ("a",), mesh=mesh((8,))).global_tensor
-    with pytest.raises(xc.CheckpointError, match="manual"):
+    with pytest.raises(xc.CheckpointError, match=r"'t': .*manual"):
         xc.save({"t": manual}, tmp_path)
+
+
+def test_a_meta_tensor_is_refused_by_name_on_both_sides(tmp_path):
+    with pytest.raises(xc.CheckpointError, match=r"'m\.t': .*meta device has no data"):
+        xc.save({"m": {"t": torch.empty(2, device="meta")}}, tmp_path)
+    xc.save({"m": {"t": torch.ones(2)}}, tmp_path)
+    with pytest.raises(xc.CheckpointError, match=r"'m\.t': .*meta device has no data"):
+        xc.load({"m": {"t": torch.empty(2, device="meta")}}, tmp_path)
+
+
+def test_lazy_conjugates_are_saved_as_what_they_stand_for(tmp_path):
+    host = random_bits((4, 3), torch.int8).to(torch.complex64) * (1 + 2j)
+    xc.save({"conj": host.conj(), "imag": host.conj().imag}, tmp_path)
+    target = {"conj": torch.zeros_like(host), "imag": torch.zeros(4, 3)}
+    xc.load(target, tmp_path)
+    assert torch.equal(target["conj"], host.conj()) and torch.equal(target["imag"], -host.imag)
+
+
+def test_an_empty_state_is_a_checkpoint_too(tmp_path):
+    xc.save({}, tmp_path)
+    xc.load({}, tmp_path)
+    with pytest.raises(xc.MismatchError):
+        xc.load({"t": torch.ones(1)}, tmp_path)
+
+
+def test_a_path_that_cannot_be_a_folder_is_an_error_of_ours(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(xc.CheckpointError, match=r"could not be saved: (File|NotADir)"):
+        xc.save({"t": torch.ones(2)}, tmp_path / "file")
+
+
+def test_a_truncated_file_is_an_error_of_ours(tmp_path):
+    xc.save({"t": put(torch.ones(64, 64), mesh((8,)), ("a", None))}, tmp_path)
+    (file,) = tmp_path.glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:-5000])
+    target = {"t": put(torch.zeros(64, 64), mesh((4, 2)), ("a", "b"))}
+    with pytest.raises(xc.CheckpointError, match="could not be loaded"):
+        xc.load(target, tmp_path)
+    assert holds(target["t"], torch.zeros(64, 64))
+
+
+def test_without_spmd_too(tmp_path):
+    """A program that never called use_spmd."""
+    program = f"""if True:
+        import torch, torch_xla, torch_xla_ckpt as xc
+        tensor = torch.arange(6.0, device=torch_xla.device()).reshape(2, 3) * 2
+        xc.save({{"t": tensor, "s": tensor[0, 1]}}, {str(tmp_path)!r})
+        target = {{"t": torch.zeros(2, 3, device=torch_xla.device()), "s": torch.zeros((), device=torch_xla.device())}}
+        xc.load(target, {str(tmp_path)!r})
+        assert torch.equal(target["t"].cpu(), tensor.cpu()) and target["s"].item() == 2.0
+    """
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

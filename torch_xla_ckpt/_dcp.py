@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -26,6 +27,11 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.tensor import DTensor
 
 from torch_xla_ckpt.layout import Box, BoxArray
+
+
+def is_sharded_tensor(tensor: torch.Tensor) -> bool:
+    """Whether this is the old ``ShardedTensor``, which is no tensor of its own shape on this process."""
+    return isinstance(tensor, ShardedTensor)
 
 
 def dtensor_box(tensor: DTensor) -> Box | None:

@@ -19,6 +19,10 @@ class HostAccess:
         pass
 
     def layout(self, tensor: torch.Tensor) -> TensorLayout:
+        if _dcp.is_sharded_tensor(tensor):
+            raise CheckpointError("a ShardedTensor cannot be saved or loaded. Use DTensor, which replaces it in torch")
+        if tensor.device.type == "meta":
+            raise CheckpointError("a tensor on the meta device has no data. Give it a device first (module.to_empty)")
         if isinstance(tensor, DTensor):
             box = _dcp.dtensor_box(tensor)
             sharding = str(tuple(tensor.placements))
@@ -30,24 +34,20 @@ class HostAccess:
             shards=(Shard(box, str(tensor.device), 0),) if box is not None else (),
             shard_shape=box.sizes if box is not None else tuple(tensor.shape),
             sharding=sharding,
-            identical=isinstance(tensor, DTensor),
+            identical=isinstance(tensor, DTensor) and not any(p.is_partial() for p in tensor.placements),
         )
 
     def fetch(self, tensor: torch.Tensor, layout: TensorLayout) -> Mapping[Box, torch.Tensor]:
         if not layout.shards:
             return {}
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if local.device.type == "meta":
-            raise CheckpointError(
-                "a tensor on the meta device has no data to save. Materialise it first, or leave it out"
-            )
-        return {layout.shards[0].box: local.detach().cpu()}
+        # A conjugate or negative that torch has not computed yet is only a flag beside the other data.
+        data = _local(tensor).detach().cpu().resolve_conj().resolve_neg()
+        return {layout.shards[0].box: data}
 
     def put(self, tensor: torch.Tensor, layout: TensorLayout, shards: Mapping[Box, torch.Tensor]) -> None:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if local.device.type == "meta":
-            raise CheckpointError(
-                "a tensor on the meta device cannot be loaded in place. Give it a device first (module.to_empty)"
-            )
         with torch.no_grad():
-            local.detach().copy_(shards[layout.shards[0].box])
+            _local(tensor).detach().copy_(shards[layout.shards[0].box])
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -47,11 +47,21 @@ class LaidOut:
 def lay_out(
     tensors: Mapping[str, torch.Tensor], access_of: Callable[[torch.Tensor], TensorAccess]
 ) -> dict[str, LaidOut]:
-    """Layouts of tensors, after all pending computation has been awaited."""
+    """Layouts of tensors, after all pending computation has been awaited.
+
+    Raises:
+        CheckpointError: a tensor is of a kind that has no layout. The key is named.
+    """
     accesses = {key: access_of(tensor) for key, tensor in tensors.items()}
     for access in {type(access): access for access in accesses.values()}.values():
         access.settle()
-    return {key: LaidOut(tensor, accesses[key].layout(tensor), accesses[key]) for key, tensor in tensors.items()}
+    laid_out = {}
+    for key, tensor in tensors.items():
+        try:
+            laid_out[key] = LaidOut(tensor, accesses[key].layout(tensor), accesses[key])
+        except CheckpointError as error:
+            raise CheckpointError(f"{key!r}: {error}") from error
+    return laid_out
 
 
 class ShardSource:
