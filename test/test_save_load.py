@@ -152,6 +152,29 @@ def test_loading_into_a_state_dict_reaches_the_parameters_of_the_model(tmp_path)
     assert model.weight.requires_grad and holds(model.weight, weight) and holds(model.bias, bias)
 
 
+VIEWS = {
+    "slice": lambda t: t[2:6],
+    "column": lambda t: t[:, 1],
+    "transposed": lambda t: t.t(),
+    "reshaped": lambda t: t.reshape(6, 8),
+    "detached": lambda t: t.detach(),
+}
+
+
+@pytest.mark.parametrize("spec", [("a", "b"), ("a", None), (None, None), None], ids=str)
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_loading_into_a_view_reaches_its_base(view, spec, tmp_path):
+    host = random_bits((8, 6), torch.float32)
+    base = put(host.clone(), mesh((4, 2)), spec)
+    settle()
+    target = {"view": view(base)}
+    new = random_bits(target["view"].shape, torch.float32, seed=1)
+    xc.save({"view": new}, tmp_path)
+    xc.load(target, tmp_path)
+    view(host).copy_(new)
+    assert holds(target["view"], new) and holds(base, host)
+
+
 def test_training_on_after_a_load_does_not_mix_replicas_up(tmp_path):
     """Replicas share one host buffer during the load; updating them in place must not reach it or each other."""
     host = random_bits((8, 6), torch.int32)

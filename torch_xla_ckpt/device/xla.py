@@ -89,6 +89,15 @@ class XlaAccess:
             with torch.no_grad():
                 tensor.detach().copy_(data)
             return
+        if tensor._is_view():
+            # New shards for a view would leave its base behind: give them to a tensor of its own, and copy that.
+            fresh = torch.zeros_like(tensor)
+            _XLAC._xla_mark_sharding(fresh, _XLAC._get_xla_op_sharding(tensor))
+            self.settle()
+            self.put(fresh, layout, shards)
+            with torch.no_grad():
+                tensor.copy_(fresh)
+            return
         # A device whose shard is all padding still wants a tensor to hold.
         empty = torch.zeros(layout.shard_shape, dtype=layout.dtype)
         parts = [shards[shard.box] if shard.box.volume else empty for shard in layout.shards]
