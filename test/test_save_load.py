@@ -152,6 +152,24 @@ def test_loading_into_a_state_dict_reaches_the_parameters_of_the_model(tmp_path)
     assert model.weight.requires_grad and holds(model.weight, weight) and holds(model.bias, bias)
 
 
+def test_saving_and_loading_draw_no_random_numbers(tmp_path):
+    """Every sync moves the device's seed on: dropout after a save must be what it would have been without."""
+
+    def draws(checkpoint):
+        xm.set_rng_state(7)
+        drawn = [torch.rand(8, device=torch_xla.device())]
+        if checkpoint:
+            state = {"t": put(torch.ones(8, 4), mesh((4, 2)), ("a", "b")), "c": torch.ones(2).to(torch_xla.device())}
+            xc.save(state, tmp_path)
+            xc.load(state, tmp_path)
+        drawn += [torch.rand(8, device=torch_xla.device()) for _ in range(2)]
+        return torch.stack([tensor.cpu() for tensor in drawn]), xm.get_rng_state()
+
+    without, with_one = draws(False), draws(True)
+    assert torch.equal(without[0], with_one[0])
+    assert len(set(with_one[0].flatten().tolist())) == 24
+
+
 VIEWS = {
     "slice": lambda t: t[2:6],
     "column": lambda t: t[:, 1],

@@ -101,27 +101,52 @@ def object_item(key: str) -> WriteItem:
     return WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO)
 
 
-def read_parts(key: str, target: Box, chunks: BoxArray, numbers: np.ndarray, parts: BoxArray) -> list[ReadItem]:
-    """The orders to fill the box ``target``, whose region ``parts[n]`` lies in the saved ``chunks[numbers[n]]``."""
-    index = MetadataIndex(key, target.offsets)
-    saved = chunks.take(numbers).starts
-    columns = (
-        parts.starts - np.array(target.offsets, dtype=np.int64),
-        saved,
-        parts.starts - saved,
-        parts.stops - parts.starts,
-    )
-    return [
-        ReadItem(
-            type=LoadItemType.TENSOR,
-            dest_index=index,
-            dest_offsets=torch.Size(into),
-            storage_index=MetadataIndex(key, chunk),
-            storage_offsets=torch.Size(out_of),
-            lengths=torch.Size(lengths),
+class TensorReads:
+    """The orders to read parts of one saved tensor.
+
+    Orders share their offsets, sizes and indices where these are equal: a load can have millions of orders, and it is
+    the number of objects that the garbage collector walks which decides how long planning takes.
+    """
+
+    def __init__(self, key: str, chunks: BoxArray):
+        self._key = key
+        self._chunks = chunks
+        self._indices: dict[int, MetadataIndex] = {}
+        self._sizes: dict[tuple[int, ...], torch.Size] = {}
+
+    def fill(self, target: Box, numbers: np.ndarray, parts: BoxArray) -> list[ReadItem]:
+        """The orders to fill the box ``target``, whose region ``parts[n]`` lies in the chunk ``numbers[n]``."""
+        index = MetadataIndex(self._key, target.offsets)
+        starts = self._chunks.take(numbers).starts
+        columns = (
+            parts.starts - np.array(target.offsets, dtype=np.int64),
+            parts.starts - starts,
+            parts.stops - parts.starts,
         )
-        for into, chunk, out_of, lengths in zip(*(column.tolist() for column in columns))
-    ]
+        return [
+            ReadItem(
+                type=LoadItemType.TENSOR,
+                dest_index=index,
+                dest_offsets=self._size(into),
+                storage_index=self._index(number),
+                storage_offsets=self._size(out_of),
+                lengths=self._size(lengths),
+            )
+            for number, into, out_of, lengths in zip(numbers.tolist(), *(column.tolist() for column in columns))
+        ]
+
+    def _index(self, number: int) -> MetadataIndex:
+        index = self._indices.get(number)
+        if index is None:
+            index = self._indices[number] = MetadataIndex(self._key, self._chunks.starts[number].tolist())
+        return index
+
+    def _size(self, numbers: list[int]) -> torch.Size:
+        key = tuple(numbers)
+        size = self._sizes.get(key)
+        if size is None:
+            size = self._sizes[key] = torch.Size(key)
+        return size
 
 
 def read_object(key: str) -> ReadItem:

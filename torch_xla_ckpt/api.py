@@ -102,8 +102,9 @@ def _initialized() -> bool:
 def _unwrapped(done: str, no_dist: bool) -> Iterator[None]:
     """Turn DCP's ``CheckpointException``, which ``except Exception`` does not catch, into one of our errors."""
     with warnings.catch_warnings():
-        # Saving from one process is what the caller asked for, not worth a warning at every save.
+        # What the caller asked for, and what DCP does inside: nothing that a warning at every save would change.
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated")
         try:
             yield
         except CheckpointException as error:

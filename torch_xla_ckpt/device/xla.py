@@ -30,7 +30,10 @@ class XlaAccess:
     """``TensorAccess`` for XLA tensors, sharded by SPMD or not."""
 
     def settle(self) -> None:
+        # Every sync moves the seed on. Training must draw the numbers it would have drawn without a checkpoint.
+        seed = xm.get_rng_state()
         torch_xla.sync()
+        xm.set_rng_state(seed)
         xm.wait_device_ops()
 
     def layout(self, tensor: torch.Tensor) -> TensorLayout:

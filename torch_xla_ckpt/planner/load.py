@@ -176,13 +176,14 @@ class _Target:
 
 def _reads(key: str, boxes: Sequence[Box], saved: TensorStorageMetadata) -> tuple[list[ReadItem], list[Flaw]]:
     """The reads that fill ``boxes``, and where the saved chunks fail to cover them exactly once."""
-    index = ChunkIndex(_dcp.boxes_of(saved))
+    chunks = _dcp.boxes_of(saved)
+    index, orders = ChunkIndex(chunks), _dcp.TensorReads(key, chunks)
     reads: list[ReadItem] = []
     flaws: list[Flaw] = []
     for box in boxes:
         numbers, parts = index.overlaps(box)
         if covers_exactly(box, parts):
-            reads += _dcp.read_parts(key, box, index.chunks, numbers, parts)
+            reads += orders.fill(box, numbers, parts)
         else:
             flaws += find_flaws(box, parts)
     return reads, flaws
