@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch_xla_ckpt.planner.match import Mismatch
 
 
 class CheckpointError(Exception):
@@ -29,7 +32,7 @@ class MismatchError(CheckpointError):
         mismatches: one ``planner.match.Mismatch`` for each key concerned.
     """
 
-    def __init__(self, message: str, mismatches: Sequence[Any] = ()):
+    def __init__(self, message: str, mismatches: Sequence[Mismatch] = ()):
         super().__init__(message)
         self.mismatches = tuple(mismatches)
 

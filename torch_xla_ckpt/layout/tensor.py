@@ -60,8 +60,3 @@ class TensorLayout:
     def boxes(self) -> tuple[Box, ...]:
         """The distinct boxes held here that have elements."""
         return tuple(dict.fromkeys(shard.box for shard in self.shards if shard.box.volume))
-
-    @property
-    def padded(self) -> bool:
-        """Whether some shard holds less than its shape."""
-        return any(shard.box.sizes != self.shard_shape for shard in self.shards)
