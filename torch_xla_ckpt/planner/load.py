@@ -101,7 +101,7 @@ class SPMDLoadPlanner(LoadPlanner):
             self._unfinished += bool(reads)
             items += reads
             if flaws:
-                broken[key] = flaws
+                broken[key] = flaws[:3]
         if broken:
             raise IncompleteCheckpointError(
                 "the checkpoint does not hold every element that the target needs exactly once:\n  "
