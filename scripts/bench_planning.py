@@ -90,12 +90,12 @@ def measure(cut: tuple[int, int], tensors: int, repeat: int) -> dict[str, float]
     metadata = {f"t{n}": saved(cut) for n in range(tensors)}
     gathered = plans(cut, tensors, processes=4)
     needed = [Box((a * 1024, b * 2048), (1024, 2048)) for a in range(4) for b in range(2)]  # of a (4, 2) mesh
-    one = {"t": saved(cut)}
+    one = Metadata({"t": saved(cut)})
     return {
         "proof": median(lambda: _prove_complete(metadata), repeat),
         "save_plan": median(lambda: SPMDSavePlanner().create_global_plan(gathered), repeat),
         "load_plan": median(lambda: [_reads(key, needed, md) for key, md in metadata.items()], repeat),
-        "stock_each": median(lambda: _validate_global_plan([SavePlan([])], Metadata(one)), repeat),
+        "stock_each": median(lambda: _validate_global_plan([SavePlan([])], one), repeat),
     }
 
 

@@ -53,7 +53,8 @@ class Training:
         random.seed(0)
         self.mesh = mesh
         self.text = corpus()
-        self.model = build_model().to("xla").train()
+        self.model = build_model()
+        self.model.train().to(device="xla")
         shard(self.model, mesh)
         self.optim = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optim, lambda step: rate(step, steps))

@@ -8,14 +8,8 @@ from torch_xla_ckpt.layout import Box, ChunkIndex
 
 
 def by_comparing_all(chunks, box):
-    found = []
-    for number, chunk in enumerate(chunks):
-        ends = [
-            (max(a, b), min(a + m, b + n)) for a, m, b, n in zip(chunk.offsets, chunk.sizes, box.offsets, box.sizes)
-        ]
-        if all(start < stop for start, stop in ends):
-            found.append((number, Box(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))))
-    return found
+    shared = ((number, chunk.intersect(box)) for number, chunk in enumerate(chunks))
+    return [(number, part) for number, part in shared if part is not None]
 
 
 @given(st.data())

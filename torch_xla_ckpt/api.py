@@ -9,11 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.planner import SPMDLoadPlanner, SPMDSavePlanner
@@ -26,7 +24,7 @@ def save(
     state_dict: dict[str, Any],
     path: _Path | None = None,
     *,
-    storage_writer: StorageWriter | None = None,
+    storage_writer: dcp.StorageWriter | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> Metadata:
@@ -48,7 +46,7 @@ def save(
         CheckpointError: anything else that failed, on any rank, with the rank and the cause.
     """
     with _unwrapped("saved", no_dist):
-        return dcp_save(
+        return dcp.save(
             state_dict,
             checkpoint_id=path,
             storage_writer=storage_writer,
@@ -64,7 +62,7 @@ def load(
     *,
     allow_types: Sequence[AllowedType] = (),
     trust_pickle: bool = False,
-    storage_reader: StorageReader | None = None,
+    storage_reader: dcp.StorageReader | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> None:
@@ -84,7 +82,7 @@ def load(
         CheckpointError: anything else that failed, on any rank, with the rank and the cause.
     """
     with _unwrapped("loaded", no_dist):
-        dcp_load(
+        dcp.load(
             state_dict,
             checkpoint_id=path,
             storage_reader=storage_reader,

@@ -45,6 +45,13 @@ class Box:
         """The index that cuts this box out of the global tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes))
 
+    def intersect(self, other: Box) -> Box | None:
+        """The region both boxes share, or None when they share no element."""
+        starts = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets))
+        stops = (min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes))
+        sizes = tuple(stop - start for start, stop in zip(starts, stops))
+        return Box(starts, sizes) if all(n > 0 for n in sizes) else None
+
     def contains(self, other: Box) -> bool:
         """Whether every element of ``other`` lies in this box."""
         return all(
