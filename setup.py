@@ -18,7 +18,7 @@ setup(
     extras_require={
         "xla": ["torch==2.9.*", "torch_xla==2.9.*"],
         "demo": ["transformers>=4.50,<5", "rich>=13", "matplotlib>=3.8"],
-        "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.6", "mypy>=1.11"],
+        "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff==0.17.*", "mypy==2.4.*"],
     },
     classifiers=[
         "License :: OSI Approved :: BSD License",

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.tensor import DTensor
 
-from torch_xla_ckpt.layout import Box, BoxArray
+from torch_xla_ckpt.layout import Box, BoxArray, Integers
 
 
 def is_sharded_tensor(tensor: torch.Tensor) -> bool:
@@ -114,7 +114,7 @@ class TensorReads:
         self._indices: dict[int, MetadataIndex] = {}
         self._sizes: dict[tuple[int, ...], torch.Size] = {}
 
-    def fill(self, target: Box, numbers: np.ndarray, parts: BoxArray) -> list[ReadItem]:
+    def fill(self, target: Box, numbers: Integers, parts: BoxArray) -> list[ReadItem]:
         """The orders to fill the box ``target``, whose region ``parts[n]`` lies in the chunk ``numbers[n]``."""
         index = MetadataIndex(self._key, target.offsets)
         starts = self._chunks.take(numbers).starts

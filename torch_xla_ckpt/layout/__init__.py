@@ -4,7 +4,7 @@ Pure geometry on integers: boxes, covers, overlaps and who writes what. Nothing 
 torch_xla, open a file or know a process group; everything here is tested without devices.
 """
 
-from torch_xla_ckpt.layout.box import Box, BoxArray
+from torch_xla_ckpt.layout.box import Box, BoxArray, Integers
 from torch_xla_ckpt.layout.cover import Flaw, covers_exactly, find_flaws
 from torch_xla_ckpt.layout.overlap import ChunkIndex
 from torch_xla_ckpt.layout.ownership import Claim, assign
@@ -16,6 +16,7 @@ __all__ = [
     "ChunkIndex",
     "Claim",
     "Flaw",
+    "Integers",
     "Shard",
     "TensorLayout",
     "assign",

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
+
+Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,8 @@ class BoxArray:
         ValueError: the arrays are not of one two-dimensional shape.
     """
 
-    starts: np.ndarray
-    stops: np.ndarray
+    starts: Integers
+    stops: Integers
 
     def __post_init__(self) -> None:
         if self.starts.ndim != 2 or self.starts.shape != self.stops.shape:
@@ -99,7 +102,7 @@ class BoxArray:
     def __len__(self) -> int:
         return len(self.starts)
 
-    def take(self, numbers: np.ndarray | slice) -> BoxArray:
+    def take(self, numbers: Integers | slice) -> BoxArray:
         """The boxes at these positions."""
         return BoxArray(self.starts[numbers], self.stops[numbers])
 
@@ -111,7 +114,7 @@ class BoxArray:
         start, stop = self.starts[number].tolist(), self.stops[number].tolist()
         return Box(tuple(start), tuple(b - a for a, b in zip(start, stop)))
 
-    def clipped(self, region: Box) -> tuple[np.ndarray, BoxArray]:
+    def clipped(self, region: Box) -> tuple[Integers, BoxArray]:
         """Which boxes share elements with ``region``, and the parts of them that lie in it."""
         low = np.array(region.offsets, dtype=np.int64)
         starts = np.maximum(self.starts, low)

@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from torch_xla_ckpt.layout.box import Box, BoxArray
+from torch_xla_ckpt.layout.box import Box, BoxArray, Integers
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def _search(region: Box, boxes: BoxArray) -> Iterator[Flaw]:
 
 def _middle_edge(region: Box, boxes: BoxArray) -> tuple[int, int] | None:
     """The dimension with most distinct edges strictly inside the region, and the median of them."""
-    best: tuple[int, np.ndarray] | None = None
+    best: tuple[int, Integers] | None = None
     for dim, (offset, size) in enumerate(zip(region.offsets, region.sizes)):
         edges = np.unique(np.concatenate([boxes.starts[:, dim], boxes.stops[:, dim]]))
         edges = edges[(edges > offset) & (edges < offset + size)]
@@ -98,12 +98,12 @@ def _resized(box: Box, dim: int, offset: int, size: int) -> Box:
     return Box(tuple(offsets), tuple(sizes))
 
 
-def _bounds(region: Box) -> tuple[np.ndarray, np.ndarray]:
+def _bounds(region: Box) -> tuple[Integers, Integers]:
     low = np.array(region.offsets, dtype=np.int64)
     return low, low + np.array(region.sizes, dtype=np.int64)
 
 
-def _corners_cancel(starts: np.ndarray, stops: np.ndarray, low: np.ndarray, high: np.ndarray) -> bool:
+def _corners_cancel(starts: Integers, stops: Integers, low: Integers, high: Integers) -> bool:
     """Whether the signed corners of the boxes equal the signed corners of the region [low, high)."""
     ndim = starts.shape[1]
     # The region enters as one more box with the opposite sign; then all signs must add up to zero.
@@ -118,7 +118,7 @@ def _corners_cancel(starts: np.ndarray, stops: np.ndarray, low: np.ndarray, high
     return not np.add.reduceat(np.concatenate(signs)[order], first).any()
 
 
-def _grouped(points: np.ndarray, extents: list[int]) -> tuple[np.ndarray, np.ndarray]:
+def _grouped(points: Integers, extents: list[int]) -> tuple[Integers, Integers]:
     """An order that puts equal points side by side, and where each group of equal points begins."""
     if math.prod(extents) < 2**63:
         strides = np.array([math.prod(extents[dim + 1 :]) for dim in range(len(extents))], dtype=np.int64)

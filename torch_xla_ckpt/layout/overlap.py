@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torch_xla_ckpt.layout.box import Box, BoxArray
+from torch_xla_ckpt.layout.box import Box, BoxArray, Integers
 
 
 class ChunkIndex:
@@ -27,7 +27,7 @@ class ChunkIndex:
         # The largest end so far: chunks before the first one that passes the box's start cannot reach it.
         self._high = np.maximum.accumulate(self._sorted.stops[:, self._dim])
 
-    def overlaps(self, box: Box) -> tuple[np.ndarray, BoxArray]:
+    def overlaps(self, box: Box) -> tuple[Integers, BoxArray]:
         """The numbers of the chunks that share elements with ``box``, ascending, and the regions shared."""
         if self._dim is None:
             return self.chunks.clipped(box)
