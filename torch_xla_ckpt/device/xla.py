@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -43,7 +44,8 @@ class XlaAccess:
         devices = self.devices()
         if _tiled(spec):
             ((*pieces,),) = _XLAC._get_local_shard_replica_and_indices([tensor])
-            shards = tuple(Shard(_box(index), device, n) for device, (n, index) in zip(devices, pieces, strict=True))
+            places = zip(devices, pieces, strict=True)
+            shards = tuple(Shard(_box(index, tensor.shape), device, n) for device, (n, index) in places)
             shard_shape = tuple(-(-n // tiles) for n, tiles in zip(tensor.shape, _tiles(spec)))
         else:
             whole = Box.whole(tensor.shape)
@@ -131,6 +133,8 @@ def _tiles(spec: str) -> list[int]:
     return [int(n) for n in match[1].split(",")]
 
 
-def _box(index: object) -> Box:
-    assert isinstance(index, list), index
+def _box(index: Any, shape: torch.Size) -> Box:
+    """The box of a shard from the runtime's slices; an Ellipsis stands for the whole tensor."""
+    if index is Ellipsis:
+        return Box.whole(shape)
     return Box(tuple(part.start for part in index), tuple(part.stop - part.start for part in index))
