@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import numpy as np
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import (
@@ -39,7 +38,7 @@ def dtensor_box(tensor: DTensor) -> Box | None:
     if tensor.device_mesh.get_coordinate() is None:
         return None
     (chunk,) = tensor.__create_chunk_list__()
-    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+    return box_of(chunk)
 
 
 def chunk_of(box: Box) -> ChunkStorageMetadata:
@@ -119,7 +118,7 @@ class TensorReads:
         index = MetadataIndex(self._key, target.offsets)
         starts = self._chunks.take(numbers).starts
         columns = (
-            parts.starts - np.array(target.offsets, dtype=np.int64),
+            parts.starts - target.bounds[0],
             parts.starts - starts,
             parts.stops - parts.starts,
         )

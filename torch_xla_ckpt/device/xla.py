@@ -104,8 +104,9 @@ class XlaAccess:
                 tensor.copy_(fresh)
             return
         # A device whose shard is all padding still wants a tensor to hold.
-        empty = torch.zeros(layout.shard_shape, dtype=layout.dtype)
-        parts = [shards[shard.box] if shard.box.volume else empty for shard in layout.shards]
+        hollow = {shard.box for shard in layout.shards if not shard.box.volume}
+        padding = {box: torch.zeros(layout.shard_shape, dtype=layout.dtype) for box in hollow}
+        parts = [padding[shard.box] if shard.box in hollow else shards[shard.box] for shard in layout.shards]
         _XLAC._load_local_shards(tensor, parts, [shard.device for shard in layout.shards])
 
     def devices(self) -> list[str]:

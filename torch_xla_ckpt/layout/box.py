@@ -44,6 +44,12 @@ class Box:
         return math.prod(self.sizes)
 
     @property
+    def bounds(self) -> tuple[Integers, Integers]:
+        """The first index in each dimension, and the one after the last, as arrays."""
+        low = np.array(self.offsets, dtype=np.int64)
+        return low, low + np.array(self.sizes, dtype=np.int64)
+
+    @property
     def slices(self) -> tuple[slice, ...]:
         """The index that cuts this box out of the global tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes))
@@ -116,8 +122,7 @@ class BoxArray:
 
     def clipped(self, region: Box) -> tuple[Integers, BoxArray]:
         """Which boxes share elements with ``region``, and the parts of them that lie in it."""
-        low = np.array(region.offsets, dtype=np.int64)
-        starts = np.maximum(self.starts, low)
-        stops = np.minimum(self.stops, low + np.array(region.sizes, dtype=np.int64))
+        low, high = region.bounds
+        starts, stops = np.maximum(self.starts, low), np.minimum(self.stops, high)
         kept = np.flatnonzero((starts < stops).all(axis=1))
         return kept, BoxArray(starts[kept], stops[kept])

@@ -41,7 +41,7 @@ def covers_exactly(region: Box, boxes: BoxArray) -> bool:
 
     Empty boxes count for nothing. Time O(n log n) in the number of boxes.
     """
-    low, high = _bounds(region)
+    low, high = region.bounds
     solid = (boxes.starts < boxes.stops).all(axis=1)
     starts, stops = boxes.starts[solid], boxes.stops[solid]
     if region.volume == 0:
@@ -57,7 +57,7 @@ def covers_exactly(region: Box, boxes: BoxArray) -> bool:
 
 def find_flaws(region: Box, boxes: BoxArray, limit: int = 3) -> tuple[Flaw, ...]:
     """The first ``limit`` regions that are not covered exactly once; empty when the cover is exact."""
-    low, high = _bounds(region)
+    low, high = region.bounds
     leaves = ((boxes.starts < low) | (boxes.stops > high)).any(axis=1) & (boxes.starts < boxes.stops).all(axis=1)
     outside = (Flaw(boxes[n], "outside") for n in np.flatnonzero(leaves).tolist())
     return tuple(itertools.islice(itertools.chain(outside, _search(region, boxes)), limit))
@@ -96,11 +96,6 @@ def _resized(box: Box, dim: int, offset: int, size: int) -> Box:
     offsets, sizes = list(box.offsets), list(box.sizes)
     offsets[dim], sizes[dim] = offset, size
     return Box(tuple(offsets), tuple(sizes))
-
-
-def _bounds(region: Box) -> tuple[Integers, Integers]:
-    low = np.array(region.offsets, dtype=np.int64)
-    return low, low + np.array(region.sizes, dtype=np.int64)
 
 
 def _corners_cancel(starts: Integers, stops: Integers, low: Integers, high: Integers) -> bool:
