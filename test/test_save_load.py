@@ -514,6 +514,16 @@ def test_an_old_checkpoint_can_be_replaced(tmp_path):
     assert torch.equal(target["t"], torch.full((8,), 2.0))
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu], ids=str)
+def test_float8_kinds_that_torch_xla_lacks_survive_as_host_tensors(dtype, tmp_path):
+    """test_property covers every dtype that torch_xla can put on a device."""
+    host = random_bits((5, 3), dtype)
+    xc.save({"t": host}, tmp_path)
+    target = {"t": torch.zeros(5, 3, dtype=torch.uint8).view(dtype)}
+    xc.load(target, tmp_path)
+    assert same_bits(target["t"], host)
+
+
 class LosesItems(dcp.FileSystemWriter):
     """What DCP's own writer does when one of several worker threads fails: success, with items left out."""
 
