@@ -14,11 +14,15 @@ setup(
     python_requires=">=3.10",
     # Reading checkpoints works with any torch from 2.9 on. torch_xla declares no torch of its own but loads only
     # beside the torch it was built for, so the extra that brings it pins both.
-    install_requires=["torch>=2.9", "numpy", "xxhash>=3.0"],
+    install_requires=["torch>=2.9", "numpy", "xxhash>=3.0", "fsspec>=2023.6"],
     extras_require={
         "xla": ["torch==2.9.*", "torch_xla==2.9.*"],
+        "progress": ["tqdm>=4.60"],
         "demo": ["transformers>=4.50,<5", "rich>=13", "matplotlib>=3.8"],
-        "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff==0.17.*", "mypy==2.4.*"],
+        "test": [
+            *("pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff==0.17.*", "mypy==2.4.*"),
+            *("moto[server]>=5", "s3fs>=2024.6", "tqdm>=4.60"),
+        ],
     },
     classifiers=[
         "License :: OSI Approved :: BSD License",

@@ -5,14 +5,19 @@ A new torch release that moves something in DCP is this file's work.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from typing import IO, Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo, _StorageReaderTransforms
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -153,3 +158,21 @@ def read_object(key: str) -> ReadItem:
     nowhere = torch.Size((0,))
     index = MetadataIndex(key)
     return ReadItem(LoadItemType.BYTE_IO, index, nowhere, index, nowhere, nowhere)
+
+
+def finished(metadata: Metadata, storage_data: Any, storage_meta: StorageMeta) -> Metadata:
+    """What a planner made of a save, with what only storage knows."""
+    return dataclasses.replace(
+        metadata, storage_data=storage_data, storage_meta=storage_meta, version=CURRENT_DCP_VERSION
+    )
+
+
+def place(relative_path: str, offset: int, length: int) -> _StorageInfo:
+    """Where an item lies, as stock DCP pickles it."""
+    return _StorageInfo(relative_path, offset, length)
+
+
+def untransformed(item: ReadItem, descriptors: Sequence[str], data: IO[bytes]) -> io.BytesIO:
+    """An item as it was before the extensions that DCP's writer passed it through."""
+    stream = _StorageReaderTransforms().transform_load_stream(item, descriptors, data)
+    return io.BytesIO(stream.read(-1))

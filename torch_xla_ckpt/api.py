@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.planner import SPMDLoadPlanner, SPMDSavePlanner
 from torch_xla_ckpt.planner.objects import AllowedType
+from torch_xla_ckpt.report import LoadReport
+from torch_xla_ckpt.storage import ReadStats, ShardReader, ShardWriter
 
 _Path = str | os.PathLike[str]
 
@@ -24,16 +27,23 @@ def save(
     state_dict: dict[str, Any],
     path: _Path | None = None,
     *,
+    sync: bool = True,
+    step: int | None = None,
+    user_metadata: Any = None,
+    progress: bool = False,
     storage_writer: dcp.StorageWriter | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> Metadata:
-    """Save a state dict as a DCP checkpoint: ``dcp.save`` with ``SPMDSavePlanner``.
+    """Save a state dict as a DCP checkpoint: ``dcp.save`` with ``SPMDSavePlanner`` and ``ShardWriter``.
+
+    A checkpoint that is there already is replaced in one step: until then it stays whole.
 
     Args:
         state_dict: nested dicts, lists, tensors, objects and ``Stateful``s. Every process of the group passes its own.
-        path: folder or fsspec URL; not needed when the storage writer knows it.
-        storage_writer: DCP storage to write with. Default: DCP's own for the path.
+        path: folder or fsspec URL; not needed when a storage writer that knows it is given.
+        sync, step, user_metadata, progress: see ``ShardWriter``, which has further options.
+        storage_writer: DCP storage to write with; then the options before it are its own. Default: a ``ShardWriter``.
         process_group: a group whose backend gathers objects of the host, gloo for example. Default: the default
             group, or none when torch.distributed is not initialised.
         no_dist: save from this process alone even if there is a group.
@@ -45,6 +55,8 @@ def save(
         IncompleteCheckpointError: the processes do not hold every element exactly once.
         CheckpointError: anything else that failed, on any rank, with the rank and the cause.
     """
+    if storage_writer is None:
+        storage_writer = ShardWriter(_given(path), sync=sync, step=step, user_metadata=user_metadata, progress=progress)
     with _unwrapped("saved", no_dist):
         return dcp.save(
             state_dict,
@@ -62,34 +74,61 @@ def load(
     *,
     allow_types: Sequence[AllowedType] = (),
     trust_pickle: bool = False,
+    verify: bool = True,
+    progress: bool = False,
     storage_reader: dcp.StorageReader | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-) -> None:
-    """Load a DCP checkpoint in place: ``dcp.load`` with ``SPMDLoadPlanner``.
+) -> LoadReport:
+    """Load a DCP checkpoint in place: ``dcp.load`` with ``SPMDLoadPlanner`` and ``ShardReader``.
 
     Args:
         state_dict: the target. Its tensors are overwritten in place, each in the sharding it has.
-        path: folder or fsspec URL; not needed when the storage reader knows it.
+        path: folder or fsspec URL; not needed when a storage reader that knows it is given.
         allow_types, trust_pickle: see ``SPMDLoadPlanner``.
-        storage_reader: DCP storage to read with. Default: DCP's own for the path.
+        verify, progress: see ``ShardReader``, which has further options.
+        storage_reader: DCP storage to read with; then the options before it are its own. Default: a ``ShardReader``.
         process_group, no_dist: see ``save``.
+
+    Returns:
+        What was read, and how long it took.
 
     Raises:
         MismatchError: keys are missing from the checkpoint or have another shape.
         IncompleteCheckpointError: the saved chunks do not cover the target.
+        CorruptCheckpointError: bytes are not what was written.
         UnsafeObjectError: an object has a type that is not allowed.
         CheckpointError: anything else that failed, on any rank, with the rank and the cause.
     """
+    start = time.perf_counter()
+    if storage_reader is None:
+        storage_reader = ShardReader(_given(path), verify=verify, progress=progress)
+    planner = SPMDLoadPlanner(allow_types=allow_types, trust_pickle=trust_pickle)
     with _unwrapped("loaded", no_dist):
         dcp.load(
             state_dict,
             checkpoint_id=path,
             storage_reader=storage_reader,
-            planner=SPMDLoadPlanner(allow_types=allow_types, trust_pickle=trust_pickle),
+            planner=planner,
             process_group=process_group,
             no_dist=no_dist or not _initialized(),
         )
+    total = time.perf_counter() - start
+    plan = planner.planned_at - start
+    stats = getattr(storage_reader, "stats", None)
+    return LoadReport(
+        bytes_needed=stats.bytes_needed if isinstance(stats, ReadStats) else None,
+        bytes_read=stats.bytes_read if isinstance(stats, ReadStats) else None,
+        plan_seconds=plan,
+        read_seconds=total - plan - planner.put_seconds,
+        put_seconds=planner.put_seconds,
+    )
+
+
+def _given(path: _Path | None) -> _Path:
+    if path is None:
+        raise ValueError("say where the checkpoint lies: pass a path, or a storage writer or reader that knows it")
+    return path
 
 
 def _initialized() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,6 +24,40 @@ class IncompleteCheckpointError(CheckpointError):
     def __init__(self, message: str, keys: Sequence[str] = ()):
         super().__init__(message)
         self.keys = tuple(keys)
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Bytes of a checkpoint that are not what was written.
+
+    Args:
+        file: its name in the checkpoint's folder.
+        start, stop: the bytes concerned. Where the damage within them lies is not known.
+        keys: the tensors and objects that need these bytes.
+        what: what is wrong with them.
+    """
+
+    file: str
+    start: int
+    stop: int
+    keys: tuple[str, ...]
+    what: str
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(repr, self.keys[:5])) + (f" and {len(self.keys) - 5} more" if len(self.keys) > 5 else "")
+        return f"{shown or 'no key'}: {self.file}, bytes {self.start:,} to {self.stop:,}: {self.what}"
+
+
+class CorruptCheckpointError(CheckpointError):
+    """Files of the checkpoint are not what was written.
+
+    Attributes:
+        damages: what was found before the load was given up. ``verify`` finds everything.
+    """
+
+    def __init__(self, message: str, damages: Sequence[Damage] = ()):
+        super().__init__(message)
+        self.damages = tuple(damages)
 
 
 class MismatchError(CheckpointError):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,6 +65,8 @@ class SPMDLoadPlanner(LoadPlanner):
         self._trust_pickle = trust_pickle
         self._access_of = access
         self._lock = threading.Lock()
+        self.planned_at = 0.0  # when planning was done, by time.perf_counter
+        self.put_seconds = 0.0  # spent since then on handing tensors to their devices
 
     def set_up_planner(
         self,
@@ -87,6 +91,7 @@ class SPMDLoadPlanner(LoadPlanner):
         self._accesses = {type(held.access): held.access for held in laid_out.values()}
         self._unfinished = 0
         self._uploading = 0
+        self.put_seconds = 0.0
 
     def create_local_plan(self) -> LoadPlan:
         items = [_dcp.read_object(key) for key in self._object_keys]
@@ -115,6 +120,7 @@ class SPMDLoadPlanner(LoadPlanner):
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        self.planned_at = time.perf_counter()
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -131,18 +137,30 @@ class SPMDLoadPlanner(LoadPlanner):
             shard = self._targets[read_item.dest_index.fqn].shard(read_item.dest_index)
         return shard[Box(tuple(read_item.dest_offsets), tuple(read_item.lengths)).slices]
 
+    def adopt(self, read_item: ReadItem, tensor: torch.Tensor) -> bool:
+        """Take ``tensor`` itself for what ``read_item`` asks for, if that spares a copy; ``commit_tensor`` follows."""
+        with self._lock:
+            return self._targets[read_item.dest_index.fqn].adopt(read_item.dest_index, tensor)
+
+    def host_bytes(self, key: str) -> int:
+        """Bytes of host memory that a tensor's buffers take until it is complete."""
+        layout = self._targets[key].held.layout
+        return len(layout.boxes) * math.prod(layout.shard_shape) * layout.dtype.itemsize
+
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         with self._lock:
             target = self._targets[read_item.dest_index.fqn]
             target.waiting -= 1
             if target.waiting:
                 return
+            start = time.perf_counter()
             self._uploading += target.put()
             self._unfinished -= 1
             if self._uploading >= _UPLOAD_BYTES or not self._unfinished:
                 for access in self._accesses.values():
                     access.settle()
                 self._uploading = 0
+            self.put_seconds += time.perf_counter() - start
 
 
 class _Target:
@@ -165,6 +183,15 @@ class _Target:
             make = torch.empty if box.sizes == layout.shard_shape else torch.zeros
             self._buffers[box] = make(layout.shard_shape, dtype=layout.dtype)
         return self._buffers[box][tuple(slice(n) for n in box.sizes)]
+
+    def adopt(self, index: MetadataIndex, tensor: torch.Tensor) -> bool:
+        """Use ``tensor`` as the buffer of the box at ``index``, if it is just what the device holds of it."""
+        assert index.offset is not None
+        box, layout = self._by_offset[index.offset], self.held.layout
+        if not (tuple(tensor.shape) == box.sizes == layout.shard_shape and tensor.dtype == layout.dtype):
+            return False
+        self._buffers[box] = tensor
+        return True
 
     def put(self) -> int:
         """Hand the buffers to the devices; returns their bytes."""

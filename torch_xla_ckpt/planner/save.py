@@ -123,6 +123,17 @@ class SPMDSavePlanner(SavePlanner):
             return encode(key, self._leaves[key].value, self._to_host)
         return self._source.take(key, _dcp.box_of(write_item.tensor_data.chunk))
 
+    def host_bytes(self, key: str) -> int:
+        """What asking for the tensor's data adds to host memory, in bytes: all that this process holds of it."""
+        held = self._tensors[key]
+        if held.tensor.device.type == "cpu":
+            return 0
+        return sum(box.volume for box in held.layout.boxes) * held.layout.dtype.itemsize
+
+    def sharding(self, key: str) -> str:
+        """The tensor's sharding on this process's devices, for people."""
+        return self._tensors[key].layout.sharding
+
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return lay_out({"": tensor}, self._access_of)[""].gather()
 

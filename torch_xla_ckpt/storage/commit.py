@@ -1,0 +1,210 @@
+"""How a checkpoint becomes visible, how it is found, and how it is replaced.
+
+Every file of a save carries the save's id in its name, except ``.metadata``. A save writes its data files, then its
+manifest, and then replaces ``.metadata`` in one step, which is the commit: readers begin there. Only then are the files
+of the save before it removed. So whenever a save breaks off, ``.metadata`` belongs to files that are all there.
+
+Behind DCP's pickle, where ``pickle.load`` does not look, ``.metadata`` ends with a line that names the save id and
+holds the checksums of the pickle and of the manifest. It binds the two together, and lets our reader leave the pickle
+alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, Damage
+from torch_xla_ckpt.storage.files import Folder
+from torch_xla_ckpt.storage.manifest import Manifest, checksum
+from torch_xla_ckpt.storage.unpickle import METADATA, read_metadata
+
+logger = logging.getLogger(__name__)
+
+_OURS = re.compile(
+    r"(?:__\d+_\d+-[0-9a-f]{16}\.distcp|manifest-[0-9a-f]{16}\.json|(?:__\d+)?\.metadata-[0-9a-f]{16}\.tmp)"
+)
+_SEAL = re.compile(rb"\ntorch_xla_ckpt ([0-9a-f]{16}) ([0-9a-f]{16}) ([0-9a-f]{16})\n")
+_SEAL_BYTES = len("\ntorch_xla_ckpt \n") + 3 * 16 + 2
+
+
+def new_save_id() -> str:
+    return secrets.token_hex(8)
+
+
+def data_name(rank: int, number: int, save_id: str) -> str:
+    return f"__{rank}_{number}-{save_id}.distcp"
+
+
+def manifest_name(save_id: str) -> str:
+    return f"manifest-{save_id}.json"
+
+
+def metadata_name(rank: int | None) -> str:
+    """``.metadata``, or the one of a rank that saves by itself (DCP without collectives)."""
+    return METADATA if rank is None else f"__{rank}{METADATA}"
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What a folder's ``.metadata`` leads to.
+
+    Args:
+        metadata: DCP's. From the manifest its ``storage_data`` maps to ``Stored``, else it is as it was pickled.
+        manifest: None for checkpoints that others wrote.
+    """
+
+    metadata: Metadata
+    manifest: Manifest | None
+
+
+def publish(folder: Folder, manifest: Manifest, pickled: bytes, rank: int | None = None) -> None:
+    """Commit a save whose data files are written."""
+    sealed = manifest.to_bytes()
+    sink = folder.create(manifest_name(manifest.save_id))
+    try:
+        sink.write(sealed)
+        sink.close()
+    except BaseException:
+        sink.abandon()
+        raise
+    folder.flush()
+    seal = f"\ntorch_xla_ckpt {manifest.save_id} {checksum(pickled).hex()} {checksum(sealed).hex()}\n"
+    name = metadata_name(rank)
+    folder.replace(name, pickled + seal.encode(), f"{name}-{manifest.save_id}.tmp")
+
+
+def committed(folder: Folder, rank: int | None = None, *, verify: bool = True) -> Committed:
+    """The checkpoint that a folder holds.
+
+    Args:
+        folder: where.
+        rank: the rank whose own metadata is wanted, of a save without collectives.
+        verify: refuse metadata and manifests that do not fit their checksums. Without it whichever of the two can be
+            read is taken.
+
+    Raises:
+        FileNotFoundError: there is no ``.metadata``.
+        CorruptCheckpointError: ``.metadata`` or the manifest is not what was written.
+        UnsafeObjectError: ``.metadata`` names something that could run code.
+    """
+    name = metadata_name(rank)
+    data = folder.read(name)
+    seal = _seal(data)
+    if seal is None:
+        metadata = read_metadata(data, name)
+        written_by = getattr(metadata.storage_meta, "save_id", None)
+        if verify and isinstance(written_by, str) and manifest_name(written_by) in folder.names():
+            raise _corrupt(name, data, "the line that leads to its manifest is damaged")
+        return Committed(metadata, None)
+    if verify and checksum(seal.pickled) != seal.own:
+        raise _corrupt(name, data, "it does not fit its checksum")
+    where = manifest_name(seal.save_id)
+    sealed = b""
+    try:
+        sealed = folder.read(where)
+        manifest = Manifest.from_bytes(sealed)
+        if checksum(sealed) == seal.manifest and manifest.save_id == seal.save_id:
+            if manifest.planner_data_is_pickled:
+                manifest.metadata.planner_data = read_metadata(seal.pickled, name).planner_data
+            return Committed(manifest.metadata, manifest)
+        problem = f"it does not fit {name}"
+    except FileNotFoundError:
+        problem = "it is missing"
+    except ValueError as error:
+        problem = str(error)
+    if folder.read(name) != data:  # a newer save has just replaced what was begun to be read
+        return committed(folder, rank, verify=verify)
+    if verify:
+        raise _corrupt(where, sealed, problem)
+    logger.warning("%s in %s is damaged (%s); as verify=False, it is read without", where, folder.url, problem)
+    return Committed(read_metadata(seal.pickled, name), None)
+
+
+@dataclass(frozen=True)
+class _Seal:
+    """The last line of ``.metadata``: whose it is, and the checksums of the pickle before it and of the manifest."""
+
+    pickled: bytes
+    save_id: str
+    own: bytes
+    manifest: bytes
+
+
+def _seal(data: bytes) -> _Seal | None:
+    match = _SEAL.fullmatch(data, max(len(data) - _SEAL_BYTES, 0))
+    if match is None:
+        return None
+    return _Seal(
+        data[:-_SEAL_BYTES], match[1].decode(), bytes.fromhex(match[2].decode()), bytes.fromhex(match[3].decode())
+    )
+
+
+def remove_leftovers(folder: Folder, rank: int | None = None) -> set[str]:
+    """Before a save: remove files of earlier saves that broke off, so that they cannot fill the disk.
+
+    Returns:
+        The files that the checkpoint now there consists of, which the next commit replaces.
+    """
+    names = set(folder.names())
+    try:
+        needed = _needed(folder, rank, names)
+    except CheckpointError as error:
+        logger.warning(
+            "what lies in %s is kept until the next commit, because it cannot be read: %s", folder.url, error
+        )
+        return set()
+    folder.remove(sorted(name for name in names - needed if _is_ours(name, rank)))
+    return needed
+
+
+def remove_replaced(folder: Folder, save_id: str, before: Collection[str], rank: int | None = None) -> None:
+    """After a commit: remove the save that it replaced.
+
+    The new checkpoint is safe by now, so what goes wrong here is only logged.
+    """
+    try:
+        old = {name for name in folder.names() if name in before or _is_ours(name, rank)}
+        folder.remove(sorted(name for name in old if save_id not in name and name != metadata_name(rank)))
+    except Exception as error:
+        logger.warning(
+            "the checkpoint in %s is saved, but files of an older one could not be removed (%s: %s). The next save "
+            "tries again",
+            folder.url,
+            type(error).__name__,
+            error,
+        )
+
+
+def _is_ours(name: str, rank: int | None) -> bool:
+    """Whether a file was written by a save like this one; a rank that saves by itself has only its own."""
+    match = _OURS.fullmatch(name)
+    return match is not None and (rank is None or name.startswith((f"__{rank}_", f"__{rank}.")))
+
+
+def _needed(folder: Folder, rank: int | None, names: Collection[str]) -> set[str]:
+    """Those of ``names`` that the committed checkpoint consists of."""
+    try:
+        data = folder.read(metadata_name(rank))
+    except FileNotFoundError:
+        return set()
+    seal = _seal(data)
+    if seal is not None:
+        return {name for name in names if seal.save_id in name}
+    stored = read_metadata(data, metadata_name(rank)).storage_data
+    places = stored.values() if isinstance(stored, dict) else ()
+    return {getattr(place, "relative_path", "") for place in places} & set(names)
+
+
+def _corrupt(name: str, data: bytes, what: str) -> CorruptCheckpointError:
+    damage = Damage(name, 0, len(data), (), what)
+    return CorruptCheckpointError(
+        f"{name} is not what was written: {what}. Restore from another checkpoint, or load with verify=False to take "
+        "what can be read",
+        [damage],
+    )

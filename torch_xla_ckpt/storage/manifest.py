@@ -1,0 +1,247 @@
+"""The manifest: what a checkpoint holds, where each item lies, and the checksums of every byte.
+
+It says all that ``.metadata`` says, as JSON, and what DCP has no place for. ``docs/format.md`` specifies it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.storage.frame import ALIGNMENT, Bytes
+
+BLOCK = 4 << 20
+"""Bytes that share a checksum, counted from the start of each item."""
+
+_FORMAT = "torch_xla_ckpt manifest"
+_VERSION = 1
+_SEAL = re.compile(rb'\n"xxh3_64": "([0-9a-f]{16})"}')
+_CHECKSUM_BYTES = 8
+_PICKLED = "pickled"  # a planner's data that is no paths lies only in ``.metadata``
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where one item lies. The first three names are DCP's.
+
+    Args:
+        relative_path: the data file's name.
+        offset: the item's first byte in it.
+        length: the item's bytes, as stock DCP reads them.
+        data: where the tensor's bytes begin in the item; None for what is not a plain tensor.
+        checksums: XXH3-64 of each block, 8 bytes each, big-endian; None where the checkpoint has none.
+        sharding: that of the tensor on the device, for people.
+        transform_descriptors: DCP's extensions that the item was written through (never by this package).
+    """
+
+    relative_path: str
+    offset: int
+    length: int
+    data: int | None = None
+    checksums: bytes | None = None
+    sharding: str | None = None
+    transform_descriptors: Sequence[str] | None = None
+
+    @property
+    def extent(self) -> int:
+        """The item's bytes with the zeros after it, up to the next item's place. Checksums cover all of them."""
+        return padded(self.length)
+
+    def block(self, number: int) -> tuple[int, int, bytes]:
+        """A block's first byte in the file, the byte after its last, and its checksum."""
+        assert self.checksums is not None
+        start = number * BLOCK
+        checksum = self.checksums[number * _CHECKSUM_BYTES : (number + 1) * _CHECKSUM_BYTES]
+        return self.offset + start, self.offset + min(start + BLOCK, self.extent), checksum
+
+    @property
+    def blocks(self) -> int:
+        return math.ceil(self.extent / BLOCK)
+
+
+def padded(length: int) -> int:
+    """``length`` rounded up to where the next item may start."""
+    return -(-length // ALIGNMENT) * ALIGNMENT
+
+
+def checksum(data: Bytes) -> bytes:
+    """XXH3-64 in its canonical, big-endian form."""
+    return xxhash.xxh3_64_digest(data)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A committed checkpoint.
+
+    Args:
+        save_id: names the files of this save.
+        time: when it was committed, ISO 8601 in UTC.
+        step: the training step, if the caller gave one.
+        user_metadata: the caller's, any JSON.
+        software: versions that wrote it, by name.
+        metadata: DCP's, whose ``storage_data`` maps every item to its ``Stored``.
+        files: size of each data file.
+        planner_data_is_pickled: the planner's data is no JSON, and lies only in ``.metadata``.
+    """
+
+    save_id: str
+    time: str
+    step: int | None
+    user_metadata: Any
+    software: Mapping[str, str]
+    metadata: Metadata
+    files: Mapping[str, int]
+    planner_data_is_pickled: bool = False
+
+    @property
+    def stored(self) -> Mapping[MetadataIndex, Stored]:
+        return self.metadata.storage_data  # type: ignore[no-any-return]
+
+    def to_bytes(self) -> bytes:
+        """The file: one JSON object, sealed by the checksum of all that comes before its last line."""
+        names = list(self.files)
+        numbers = {name: number for number, name in enumerate(names)}
+        paths = self.metadata.planner_data
+        top = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "save_id": self.save_id,
+            "time": self.time,
+            "step": self.step,
+            "user_metadata": self.user_metadata,
+            "software": dict(self.software),
+            "block": BLOCK,
+            "files": [[name, self.files[name]] for name in names],
+            "paths": {key: list(path) for key, path in paths.items()} if _are_paths(paths) else _unfit(paths),
+            "tensors": {key: tensor for key, tensor in self._tensors(numbers)},
+            "objects": {
+                key: _item(self.stored[MetadataIndex(key)], numbers)
+                for key, saved in self.metadata.state_dict_metadata.items()
+                if isinstance(saved, BytesStorageMetadata)
+            },
+        }
+        body = json.dumps(top, separators=(",", ":"), ensure_ascii=False)[:-1].encode("utf-8", "surrogatepass") + b","
+        return body + b'\n"xxh3_64": "%s"}' % checksum(body).hex().encode()
+
+    def _tensors(self, numbers: Mapping[str, int]) -> Iterator[tuple[str, dict[str, Any]]]:
+        stored = self.stored
+        for key, saved in self.metadata.state_dict_metadata.items():
+            if isinstance(saved, TensorStorageMetadata):
+                items = [(chunk, stored[MetadataIndex(key, chunk.offsets)]) for chunk in saved.chunks]
+                yield (
+                    key,
+                    {
+                        "dtype": str(saved.properties.dtype).removeprefix("torch."),
+                        "shape": list(saved.size),
+                        "requires_grad": saved.properties.requires_grad,
+                        "sharding": next((item.sharding for _, item in items if item.sharding), None),
+                        "chunks": [[chunk.offsets, chunk.sizes, *_item(item, numbers)] for chunk, item in items],
+                    },
+                )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Manifest:
+        """Read a manifest.
+
+        Raises:
+            ValueError: it is damaged.
+            CheckpointError: it is of a newer version.
+        """
+        body, newline, seal = data.rpartition(b"\n")
+        match = _SEAL.fullmatch(newline + seal)
+        if match is None or checksum(body).hex().encode() != match[1]:
+            raise ValueError("its bytes do not fit the checksum in its last line")
+        top = json.loads(body[:-1].decode("utf-8", "surrogatepass") + "}")
+        if top["format"] != _FORMAT or top["version"] != _VERSION or top["block"] != BLOCK:
+            raise CheckpointError(
+                f"the manifest is of version {top['version']} with blocks of {top['block']} bytes, and this "
+                f"torch_xla_ckpt reads version {_VERSION} with blocks of {BLOCK}. Install a newer one"
+            )
+        return cls(
+            save_id=top["save_id"],
+            time=top["time"],
+            step=top["step"],
+            user_metadata=top["user_metadata"],
+            software=top["software"],
+            metadata=_metadata(top),
+            files=dict(top["files"]),
+            planner_data_is_pickled=top["paths"] == _PICKLED,
+        )
+
+
+def _are_paths(planner_data: Any) -> bool:
+    """Whether a planner's data is what DCP's planners record: the path of each key in the state dict."""
+    return isinstance(planner_data, Mapping) and all(
+        isinstance(key, str) and isinstance(path, tuple) and all(isinstance(part, (str, int)) for part in path)
+        for key, path in planner_data.items()
+    )
+
+
+def _unfit(planner_data: Any) -> str | None:
+    """What the manifest says of a planner's data that it cannot hold."""
+    return None if planner_data is None else _PICKLED
+
+
+def _item(item: Stored, numbers: Mapping[str, int]) -> list[Any]:
+    assert item.checksums is not None
+    return [numbers[item.relative_path], item.offset, item.length, item.data, item.checksums.hex()]
+
+
+def _metadata(top: Mapping[str, Any]) -> Metadata:
+    """DCP's metadata from the manifest. Equal sizes and properties are one object, for the garbage collector's sake."""
+    sizes: dict[tuple[int, ...], torch.Size] = {}
+    properties: dict[tuple[str, bool], TensorProperties] = {}
+    names = [name for name, _ in top["files"]]
+    entries: dict[str, Any] = {}
+    stored: dict[MetadataIndex, Stored] = {}
+
+    def size(numbers: list[int]) -> torch.Size:
+        key = tuple(numbers)
+        return sizes.get(key) or sizes.setdefault(key, torch.Size(key))
+
+    for key, tensor in top["tensors"].items():
+        kind = tensor["dtype"], tensor["requires_grad"]
+        if kind not in properties:
+            properties[kind] = TensorProperties(dtype=_dtype(kind[0]), requires_grad=kind[1])
+        chunks = []
+        for offsets, lengths, *item in tensor["chunks"]:
+            chunk = ChunkStorageMetadata(size(offsets), size(lengths))
+            chunks.append(chunk)
+            stored[MetadataIndex(key, chunk.offsets)] = _stored(item, names, tensor["sharding"])
+        entries[key] = TensorStorageMetadata(properties[kind], size(tensor["shape"]), chunks)
+    for key, item in top["objects"].items():
+        entries[key] = BytesStorageMetadata()
+        stored[MetadataIndex(key)] = _stored(item, names, None)
+    paths = top["paths"]
+    planner_data = {key: tuple(path) for key, path in paths.items()} if isinstance(paths, dict) else None
+    return Metadata(state_dict_metadata=entries, planner_data=planner_data, storage_data=stored)
+
+
+def _stored(item: Sequence[Any], names: Sequence[str], sharding: str | None) -> Stored:
+    number, offset, length, data, checksums = item
+    return Stored(names[number], offset, length, data, bytes.fromhex(checksums), sharding)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(
+            f"the checkpoint has tensors of dtype {name}, which torch {torch.__version__} lacks. Use a newer torch"
+        )
+    return dtype

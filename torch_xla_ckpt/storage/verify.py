@@ -1,0 +1,202 @@
+"""Reading all of a checkpoint to find what is damaged."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from torch_xla_ckpt import _dcp
+from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, Damage
+from torch_xla_ckpt.layout import Box, covers_exactly, find_flaws
+from torch_xla_ckpt.storage.commit import Committed, committed
+from torch_xla_ckpt.storage.files import Folder, Window, open_folder
+from torch_xla_ckpt.storage.manifest import Stored, checksum
+from torch_xla_ckpt.storage.progress import Progress
+from torch_xla_ckpt.storage.unpickle import METADATA
+
+_READ_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What ``verify`` found.
+
+    Args:
+        path: of the checkpoint.
+        damages: each run of damaged bytes, with the keys that need them.
+        incomplete: tensors whose chunks do not cover them exactly once, and where they do not.
+        files: data files read.
+        bytes_read: from them.
+        checked_by: "xxh3_64", or "crc32" for a checkpoint of stock DCP.
+    """
+
+    path: str
+    damages: tuple[Damage, ...]
+    incomplete: Mapping[str, str]
+    files: int
+    bytes_read: int
+    checked_by: str
+
+    @property
+    def ok(self) -> bool:
+        return not self.damages and not self.incomplete
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys that cannot be trusted."""
+        damaged = (key for damage in self.damages for key in damage.keys)
+        return tuple(dict.fromkeys([*damaged, *self.incomplete]))
+
+    def __str__(self) -> str:
+        found = [*map(str, self.damages), *(f"{key!r}: {what}" for key, what in self.incomplete.items())]
+        head = f"{self.path}: {self.files} files, {self.bytes_read:,} bytes, checked by {self.checked_by}: "
+        return head + ("all as written" if self.ok else "DAMAGED\n  " + "\n  ".join(found))
+
+
+def verify(
+    path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None, progress: bool = False
+) -> VerifyReport:
+    """Read a whole checkpoint and name every damaged key, file and byte range.
+
+    Checkpoints of ``ShardWriter`` are held against their manifest: every byte of every file counts. Those of stock DCP
+    have no checksums beside the CRC-32 in their archives, which nothing else reads; that is checked for them. It takes
+    no process group and no device.
+
+    Args:
+        path: a local folder or any fsspec URL.
+        storage_options: for fsspec's filesystem.
+        progress: show a progress bar on a terminal when it takes long. Needs tqdm.
+
+    Raises:
+        CheckpointError: there is no checkpoint.
+        UnsafeObjectError: ``.metadata`` names something that could run code.
+    """
+    folder = open_folder(path, storage_options=storage_options)
+    damages: list[Damage] = []
+    try:
+        found = _committed(folder, damages)
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no checkpoint in {folder.url}: it has no {METADATA}") from None
+    except CorruptCheckpointError as error:
+        return VerifyReport(folder.url, tuple(damages or error.damages), {}, 0, 0, "xxh3_64")
+    stored = found.metadata.storage_data or {}
+    by_file: dict[str, list[tuple[str, Stored]]] = defaultdict(list)
+    for index, place in stored.items():
+        item = place if isinstance(place, Stored) else Stored(place.relative_path, place.offset, place.length)
+        by_file[item.relative_path].append((index.fqn, item))
+    sizes = found.manifest.files if found.manifest is not None else {}
+    total = sum(item.length for items in by_file.values() for _, item in items)
+    read = 0
+    with Progress("verifying", total, progress) as bar, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        checks = [
+            pool.submit(
+                _check_file, folder, name, sorted(items, key=lambda entry: entry[1].offset), sizes.get(name), bar
+            )
+            for name, items in sorted(by_file.items())
+        ]
+        for check in checks:
+            bad, nbytes = check.result()
+            damages += bad
+            read += nbytes
+    folder.release()
+    checked_by = "xxh3_64" if found.manifest is not None else "crc32"
+    return VerifyReport(folder.url, tuple(damages), _incomplete(found.metadata), len(by_file), read, checked_by)
+
+
+def _committed(folder: Folder, damages: list[Damage]) -> Committed:
+    """What the folder holds. If only one of ``.metadata`` and the manifest is damaged, the other one says what."""
+    try:
+        return committed(folder)
+    except CorruptCheckpointError as error:
+        try:
+            found = committed(folder, verify=False)
+        except CheckpointError:
+            raise error from None
+        every_key = tuple(found.metadata.state_dict_metadata)
+        damages += [Damage(d.file, d.start, d.stop, every_key, d.what) for d in error.damages]
+        return found
+
+
+def _check_file(
+    folder: Folder, name: str, items: Sequence[tuple[str, Stored]], size: int | None, bar: Progress
+) -> tuple[list[Damage], int]:
+    """The damages of one data file, and how many bytes were read."""
+    keys = tuple(dict.fromkeys(key for key, _ in items))
+    end = max(item.offset + (item.length if size is None else item.extent) for _, item in items)
+    try:
+        actual = folder.size(name)
+    except FileNotFoundError:
+        return [Damage(name, 0, end, keys, "the file is missing")], 0
+    damages: list[Damage] = []
+    if size is not None and actual > size:
+        damages.append(Damage(name, size, actual, (), "the file has bytes that nobody wrote"))
+    read = 0
+    for key, item in items:
+        bad, nbytes = _check_item(folder, key, item, actual)
+        damages += bad
+        read += nbytes
+        bar.advance(item.length)
+    return damages, read
+
+
+def _check_item(folder: Folder, key: str, item: Stored, size: int) -> tuple[list[Damage], int]:
+    name, stop = item.relative_path, item.offset + item.length
+    if item.checksums is None:
+        if size < stop:
+            return [Damage(name, min(size, item.offset), stop, (key,), "the file ends before")], 0
+        (view,) = folder.view([Window(name, item.offset, stop, ((item.offset, stop),))])
+        problem = _crc_problem(view)
+        return [Damage(name, item.offset, stop, (key,), problem)] if problem else [], item.length
+    damages: list[Damage] = []
+    for window, blocks in _windows(item):
+        (view,) = folder.view([window]) if window.start < size else (memoryview(b""),)
+        for start, stop, expected in blocks:
+            if window.start + len(view) < stop:
+                damages.append(Damage(name, start, stop, (key,), "the file ends before"))
+            elif checksum(view[start - window.start : stop - window.start]) != expected:
+                damages.append(Damage(name, start, stop, (key,), "the bytes do not fit their checksum"))
+        del view
+    folder.forget(name, item.offset, item.offset + item.extent)
+    return damages, item.extent
+
+
+def _windows(item: Stored) -> Iterator[tuple[Window, list[tuple[int, int, bytes]]]]:
+    """An item's blocks, some at a time."""
+    blocks = [item.block(number) for number in range(item.blocks)]
+    while blocks:
+        last = next((n for n, block in enumerate(blocks) if block[1] - blocks[0][0] >= _READ_BYTES), len(blocks) - 1)
+        now, blocks = blocks[: last + 1], blocks[last + 1 :]
+        start, stop = now[0][0], now[-1][1]
+        yield Window(item.relative_path, start, stop, ((start, stop),)), now
+
+
+def _crc_problem(view: memoryview) -> str | None:
+    """What is wrong with an item of stock DCP, by the CRC-32 of its records."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(view)) as archive:
+            record = archive.testzip()
+    except Exception as error:  # zipfile raises many kinds for broken archives
+        return f"no complete archive ({type(error).__name__}: {error})"
+    return None if record is None else f"the record {record} does not fit its CRC-32"
+
+
+def _incomplete(metadata: Metadata) -> dict[str, str]:
+    """Tensors that the saved chunks do not cover exactly once."""
+    found: dict[str, str] = {}
+    lost = _dcp.lost(metadata, metadata.state_dict_metadata)
+    for key, saved in metadata.state_dict_metadata.items():
+        if key in lost:
+            found[key] = "; ".join(f"{part or 'the object'} is listed, but stored in no file" for part in lost[key][:3])
+        elif isinstance(saved, TensorStorageMetadata):
+            whole, chunks = Box.whole(saved.size), _dcp.boxes_of(saved)
+            if not covers_exactly(whole, chunks):
+                found[key] = "; ".join(map(str, find_flaws(whole, chunks)[:3]))
+    return found

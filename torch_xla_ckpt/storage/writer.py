@@ -1,0 +1,433 @@
+"""ShardWriter: DCP storage that checksums what it writes and replaces checkpoints atomically.
+
+One thread, the caller's, asks the planner for data, which fetches it from the devices; the others checksum and write
+what has arrived, each into a file of its own. A budget of bytes keeps the first from running ahead of the others.
+"""
+
+from __future__ import annotations
+
+import datetime
+import io
+import json
+import os
+import pickle
+import platform
+import queue
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib import metadata as distributions
+from itertools import groupby
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import xxhash
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from torch_xla_ckpt import _dcp
+from torch_xla_ckpt.errors import IncompleteCheckpointError
+from torch_xla_ckpt.storage import commit
+from torch_xla_ckpt.storage.files import Folder, Sink, open_folder
+from torch_xla_ckpt.storage.frame import Bytes, data_offset, parts_of
+from torch_xla_ckpt.storage.manifest import BLOCK, Manifest, Stored, checksum, padded
+from torch_xla_ckpt.storage.progress import Progress
+
+# Items are handed to a writing thread together until they have this many bytes,
+_BATCH_BYTES = 4 << 20
+# or this many are waiting.
+_BATCH_ITEMS = 256
+# Below this, an item is put together in memory and written with its neighbours.
+_SMALL = 256 << 10
+
+
+@runtime_checkable
+class Describing(Protocol):
+    """A planner that knows more about its tensors than DCP asks for."""
+
+    def host_bytes(self, key: str) -> int:
+        """What asking for the tensor's data adds to host memory, in bytes."""
+
+    def sharding(self, key: str) -> str:
+        """The tensor's sharding, for people."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What the coordinator tells each process: the save's id and the process's number."""
+
+    save_id: str
+    rank: int
+
+
+class ShardWriter(StorageWriter):
+    """Writes a standard DCP checkpoint, with checksums, over the old one or not at all.
+
+    Any planner can use it. Data files carry the save's id, so that they never touch an older save's; the manifest
+    follows, and replacing ``.metadata`` is the commit. Files of the save before it are removed after that, and what
+    saves that broke off have left is removed before.
+
+    Args:
+        path: a local folder or any fsspec URL. On URLs a put must be atomic, as it is in object stores.
+        sync: whether the checkpoint must survive a power failure from the moment it is committed: files and folders
+            are fsynced before. Without it, it survives whatever happens to the process.
+        memory_budget: bytes. Data that was fetched from devices and not yet written never takes more than this, or
+            than one tensor's local shards if those are more.
+        threads: how many threads write, each into a file. Default: one for each core up to 8; 8 for URLs.
+        step: the training step, for the manifest.
+        user_metadata: anything that is JSON, for the manifest.
+        storage_options: for fsspec's filesystem.
+        progress: show a progress bar on a terminal when it takes long. Needs tqdm.
+
+    Raises (inside DCP's ``CheckpointException``; ``torch_xla_ckpt.save`` unwraps it):
+        OSError: a file could not be written. The checkpoint that was there before is untouched.
+        IncompleteCheckpointError: a process did not write what the plan says.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        sync: bool = True,
+        memory_budget: int = 1 << 30,
+        threads: int | None = None,
+        step: int | None = None,
+        user_metadata: Any = None,
+        storage_options: Mapping[str, Any] | None = None,
+        progress: bool = False,
+    ):
+        super().__init__()
+        if memory_budget <= 0 or (threads is not None and threads <= 0):
+            raise ValueError("memory_budget and threads must be positive")
+        json.dumps(user_metadata)  # raises now what would otherwise fail a save
+        self._sync = sync
+        self._memory_budget = memory_budget
+        self._threads = threads
+        self._step = step
+        self._user_metadata = user_metadata
+        self._storage_options = storage_options
+        self._progress = progress
+        self._own_rank: int | None = None  # of a save without collectives
+        self._save_id = ""
+        self._before: set[str] = set()
+        self.reset(path)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self._path = checkpoint_id
+            self._folder = open_folder(checkpoint_id, sync=self._sync, storage_options=self._storage_options)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._own_rank = None if kwargs.get("use_collectives", True) else kwargs.get("rank")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        self._folder.make()
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self._save_id = commit.new_save_id()
+        self._before = commit.remove_leftovers(self._folder, self._own_rank)
+        first = self._own_rank or 0
+        return [replace(plan, storage_data=_Place(self._save_id, first + n)) for n, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        place: _Place = plan.storage_data
+        lanes = _Lanes(
+            self._folder, place, self._threads or (8 if self._folder.remote else min(8, os.cpu_count() or 1))
+        )
+        budget = _Budget(self._memory_budget)
+        with Progress("saving", sum(map(_size, plan.items)), self._progress) as progress:
+            written = _write(plan.items, planner, lanes, budget, progress)
+        self._folder.flush()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(written)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        stored = {result.index: result.storage_data for own in results for result in own}
+        metadata = _dcp.finished(metadata, stored, self.storage_meta())
+        _require_all(metadata)
+        files: dict[str, int] = {}
+        for item in stored.values():
+            files[item.relative_path] = max(files.get(item.relative_path, 0), item.offset + item.extent)
+        manifest = Manifest(
+            save_id=self._save_id,
+            time=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            step=self._step,
+            user_metadata=self._user_metadata,
+            software=_software(),
+            metadata=metadata,
+            files=dict(sorted(files.items())),
+        )
+        places = {index: _dcp.place(item.relative_path, item.offset, item.length) for index, item in stored.items()}
+        pickled = pickle.dumps(replace(metadata, storage_data=places))
+        commit.publish(self._folder, manifest, pickled, self._own_rank)
+        commit.remove_replaced(self._folder, self._save_id, self._before, self._own_rank)
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=os.fspath(self._path), save_id=self._save_id)
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return isinstance(checkpoint_id, (str, os.PathLike))
+
+
+@dataclass(frozen=True)
+class _Job:
+    """An item on its way to a file, and what it holds of the budget."""
+
+    item: WriteItem
+    data: torch.Tensor | io.BytesIO
+    sharding: str | None
+    cost: int
+
+
+class _Failed(Exception):
+    """Another thread has failed, and has said why."""
+
+
+class _Budget:
+    """Bytes that may be in memory at a time; one request larger than all of them is let in alone."""
+
+    def __init__(self, size: int):
+        self._size = size
+        self._used = 0
+        self._failed = False
+        self._changed = threading.Condition()
+
+    def take(self, cost: int, *, wait: bool = True) -> bool:
+        """Wait for room, or say at once whether there is some.
+
+        Raises:
+            _Failed: there will be none.
+        """
+        with self._changed:
+            while not self._failed and self._used and self._used + cost > self._size:
+                if not wait:
+                    return False
+                self._changed.wait()
+            if self._failed:
+                raise _Failed
+            self._used += cost
+            return True
+
+    def give_back(self, cost: int) -> None:
+        with self._changed:
+            self._used -= cost
+            self._changed.notify_all()
+
+    def fail(self) -> None:
+        """Wake and refuse whoever waits."""
+        with self._changed:
+            self._failed = True
+            self._changed.notify_all()
+
+
+class _Lanes:
+    """The files that one process writes, and where the next thread finds its own."""
+
+    def __init__(self, folder: Folder, place: _Place, count: int):
+        self.count = count
+        self._folder = folder
+        self._place = place
+        self._taken = 0
+        self._lock = threading.Lock()
+
+    def open(self) -> _Lane:
+        with self._lock:
+            name = commit.data_name(self._place.rank, self._taken, self._place.save_id)
+            self._taken += 1
+        return _Lane(name, self._folder.create(name))
+
+
+class _Lane:
+    """One data file: items one after the other, each at a multiple of ``ALIGNMENT``."""
+
+    def __init__(self, name: str, sink: Sink):
+        self._name = name
+        self._sink = sink
+        self._end = 0
+        self._small: list[Bytes] = []  # what is not written yet
+        self._small_bytes = 0
+
+    def append(self, parts: Sequence[Bytes], data: int | None, sharding: str | None) -> Stored:
+        """Write an item that consists of ``parts``, one after the other."""
+        length = sum(map(len, parts))
+        parts = (*parts, bytes(padded(length) - length))
+        start, self._end = self._end, self._end + padded(length)
+        if length < _SMALL:
+            whole = b"".join(parts)
+            checksums = checksum(whole)
+            self._small.append(whole)
+            self._small_bytes += len(whole)
+            if self._small_bytes >= _BATCH_BYTES:
+                self._flush()
+        else:
+            self._flush()
+            checksums = b"".join(self._write_block(block) for block in _blocks(parts))
+        return Stored(self._name, start, length, data, checksums, sharding)
+
+    def close(self) -> None:
+        self._flush()
+        self._sink.close()
+
+    def abandon(self) -> None:
+        self._sink.abandon()
+
+    def _write_block(self, block: Sequence[Bytes]) -> bytes:
+        """Write bytes while they are still in the processor's cache from being checksummed."""
+        hasher = xxhash.xxh3_64()
+        for piece in block:
+            hasher.update(piece)
+            self._sink.write(piece)
+        return hasher.digest()
+
+    def _flush(self) -> None:
+        if self._small:
+            self._sink.write(b"".join(self._small))
+            self._small, self._small_bytes = [], 0
+
+
+def _blocks(parts: Sequence[Bytes]) -> Iterator[list[Bytes]]:
+    """The bytes of ``parts`` in blocks of ``BLOCK``, each as the pieces it consists of."""
+    block: list[Bytes] = []
+    room = BLOCK
+    for part in parts:
+        rest = memoryview(part)
+        while rest:
+            piece, rest = rest[:room], rest[room:]
+            block.append(piece)
+            room -= len(piece)
+            if not room:
+                yield block
+                block, room = [], BLOCK
+    if block:
+        yield block
+
+
+def _write(
+    items: Sequence[WriteItem], planner: SavePlanner, lanes: _Lanes, budget: _Budget, progress: Progress
+) -> list[WriteResult]:
+    """Fetch here, write in threads; returns when everything is in its file, or raises and leaves no file.
+
+    Raises:
+        whatever the planner or the first thread that failed raised.
+    """
+    jobs: queue.SimpleQueue[list[_Job] | None] = queue.SimpleQueue()
+    results: list[WriteResult] = []
+    failures: list[BaseException] = []
+    opened: list[_Lane] = []
+
+    def work() -> None:
+        lane: _Lane | None = None
+        try:
+            for batch in iter(jobs.get, None):
+                if lane is None:
+                    lane = lanes.open()
+                    opened.append(lane)
+                if failures:
+                    return
+                for job in batch:
+                    results.append(_put(job, lane))
+                    progress.advance(_size(job.item))
+                budget.give_back(sum(job.cost for job in batch))
+            if lane is not None and not failures:
+                lane.close()
+        except BaseException as error:
+            failures.append(error)
+            budget.fail()
+
+    threads = [threading.Thread(target=work, name=f"ShardWriter-{n}") for n in range(lanes.count)]
+    for thread in threads:
+        thread.start()
+    try:
+        for batch in _batches(items, planner, budget):
+            jobs.put(batch)
+    except _Failed:
+        pass
+    except BaseException as error:
+        failures.append(error)
+    for _ in threads:
+        jobs.put(None)
+    for thread in threads:
+        thread.join()
+    if failures:
+        for lane in opened:
+            lane.abandon()
+        raise failures[0]
+    return results
+
+
+def _batches(items: Sequence[WriteItem], planner: SavePlanner, budget: _Budget) -> Iterator[list[_Job]]:
+    """The items' data, in the plan's order, as the budget has room for it."""
+    describing = planner if isinstance(planner, Describing) else None
+    batch: list[_Job] = []
+    waiting = 0
+    for (key, is_object), group in groupby(items, lambda item: (item.index.fqn, item.tensor_data is None)):
+        together = list(group)
+        sizes = list(map(_size, together))
+        sharding, cost = None, sum(sizes)
+        if describing is not None and not is_object:
+            sharding, cost = describing.sharding(key), describing.host_bytes(key)
+        if not budget.take(cost, wait=False):
+            if batch:  # what waits here must be written before there can be room
+                yield batch
+                batch, waiting = [], 0
+            budget.take(cost)
+        for number, (item, size) in enumerate(zip(together, sizes), 1):
+            # A tensor's shards are let go together, when the last of them has been written.
+            held = cost if number == len(together) else 0
+            batch.append(_Job(item, planner.resolve_data(item), sharding, held))
+            waiting += size
+            if waiting >= _BATCH_BYTES or len(batch) >= _BATCH_ITEMS:
+                yield batch
+                batch, waiting = [], 0
+    if batch:
+        yield batch
+
+
+def _put(job: _Job, lane: _Lane) -> WriteResult:
+    if isinstance(job.data, torch.Tensor):
+        parts, data = parts_of(job.data), data_offset(job.data)
+    else:
+        parts, data = (job.data.getbuffer(), b"", b""), None
+    stored = lane.append(parts, data, job.sharding)
+    return WriteResult(job.item.index, stored.length, stored)
+
+
+def _size(item: WriteItem) -> int:
+    """The bytes of an item's tensor."""
+    tensor = item.tensor_data
+    return 0 if tensor is None else tensor.chunk.sizes.numel() * tensor.properties.dtype.itemsize
+
+
+def _require_all(metadata: Metadata) -> None:
+    """Show, before it becomes visible, that everything the checkpoint lists is in its files.
+
+    Raises:
+        IncompleteCheckpointError: naming what is not.
+    """
+    lost = _dcp.lost(metadata, metadata.state_dict_metadata)
+    if lost:
+        raise IncompleteCheckpointError(
+            "no process wrote these items, so the checkpoint was not committed: "
+            + ", ".join(f"{key!r} ({len(parts)} of its parts)" for key, parts in lost.items())
+            + ". The planner gave them to nobody; save with SPMDSavePlanner or DCP's own",
+            keys=tuple(lost),
+        )
+
+
+def _software() -> dict[str, str]:
+    """Versions of what wrote the checkpoint, where they are installed."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("torch_xla", "torch_xla_ckpt"):
+        with suppress(distributions.PackageNotFoundError):
+            versions[name] = distributions.version(name)
+    return versions
