@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import IO, Any
 
 import torch
@@ -46,12 +47,24 @@ def dtensor_box(tensor: DTensor) -> Box | None:
     return box_of(chunk)
 
 
+@lru_cache(maxsize=256)
+def properties(dtype: torch.dtype, requires_grad: bool) -> TensorProperties:
+    """What DCP records of a tensor beside its size. One object serves all tensors alike, and is pickled once."""
+    return TensorProperties(dtype=dtype, requires_grad=requires_grad)
+
+
+@lru_cache(maxsize=4096)
 def chunk_of(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 
 def box_of(chunk: ChunkStorageMetadata) -> Box:
-    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+    return _box(chunk.offsets, chunk.sizes)
+
+
+@lru_cache(maxsize=4096)
+def _box(offsets: torch.Size, sizes: torch.Size) -> Box:
+    return Box(tuple(offsets), tuple(sizes))
 
 
 def lost(metadata: Metadata, keys: Iterable[str]) -> dict[str, list[Box | None]]:
@@ -61,19 +74,25 @@ def lost(metadata: Metadata, keys: Iterable[str]) -> dict[str, list[Box | None]]
     whose ``storage_data`` is not DCP's mapping from items to places in files cannot be checked, and loses nothing
     here.
     """
-    stored = metadata.storage_data
-    if not isinstance(stored, Mapping) or not all(isinstance(index, MetadataIndex) for index in stored):
+    storage_data = metadata.storage_data
+    if not isinstance(storage_data, Mapping) or not set(map(type, storage_data)) <= {MetadataIndex}:
         return {}
+    stored = {(index.fqn, index.offset) for index in storage_data}
     missing: dict[str, list[Box | None]] = {}
     for key in keys:
         saved = metadata.state_dict_metadata[key]
         if not isinstance(saved, TensorStorageMetadata):
-            gone: list[Box | None] = [] if MetadataIndex(key) in stored else [None]
+            gone: list[Box | None] = [] if (key, None) in stored else [None]
         else:
-            gone = [box_of(chunk) for chunk in saved.chunks if MetadataIndex(key, chunk.offsets) not in stored]
+            gone = [box_of(chunk) for chunk in saved.chunks if (key, chunk.offsets) not in stored]
         if gone:
             missing[key] = gone
     return missing
+
+
+def is_one_chunk(saved: TensorStorageMetadata) -> bool:
+    """Whether the tensor was saved as a single chunk that is all of it, so that there is nothing to prove."""
+    return len(saved.chunks) == 1 and saved.chunks[0].sizes == saved.size and not any(saved.chunks[0].offsets)
 
 
 def boxes_of(saved: TensorStorageMetadata) -> BoxArray:
@@ -83,6 +102,19 @@ def boxes_of(saved: TensorStorageMetadata) -> BoxArray:
         ValueError: a chunk has another number of dimensions than the tensor.
     """
     return BoxArray.of(((chunk.offsets, chunk.sizes) for chunk in saved.chunks), len(saved.size))
+
+
+def whole_read(key: str, saved: TensorStorageMetadata, box: Box) -> ReadItem:
+    """The order to read ``box`` out of a tensor's only chunk."""
+    offset, lengths = torch.Size(box.offsets), torch.Size(box.sizes)
+    return ReadItem(
+        type=LoadItemType.TENSOR,
+        dest_index=MetadataIndex(key, offset),
+        dest_offsets=torch.Size((0,) * len(lengths)),
+        storage_index=MetadataIndex(key, saved.chunks[0].offsets),
+        storage_offsets=offset,
+        lengths=lengths,
+    )
 
 
 def tensor_item(key: str, chunk: ChunkStorageMetadata, properties: TensorProperties, shape: torch.Size) -> WriteItem:

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
+from torch_xla_ckpt._gc import without_collector
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.planner import SPMDLoadPlanner, SPMDSavePlanner
 from torch_xla_ckpt.planner.objects import AllowedType
@@ -23,6 +24,7 @@ from torch_xla_ckpt.storage import ReadStats, ShardReader, ShardWriter
 _Path = str | os.PathLike[str]
 
 
+@without_collector
 def save(
     state_dict: dict[str, Any],
     path: _Path | None = None,
@@ -68,6 +70,7 @@ def save(
         )
 
 
+@without_collector
 def load(
     state_dict: dict[str, Any],
     path: _Path | None = None,

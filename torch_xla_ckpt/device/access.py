@@ -22,6 +22,9 @@ class TensorAccess(Protocol):
     def fetch(self, tensor: torch.Tensor, layout: TensorLayout) -> Mapping[Box, torch.Tensor]:
         """The data of each distinct box on the host, without padding. It may share memory with the tensor."""
 
+    def memory(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """This process's part of ``tensor`` as a host tensor that shares its memory; None if there is no such."""
+
     def put(self, tensor: torch.Tensor, layout: TensorLayout, shards: Mapping[Box, torch.Tensor]) -> None:
         """Replace the tensor's data in place.
 

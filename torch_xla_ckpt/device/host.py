@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -23,30 +24,42 @@ class HostAccess:
             raise CheckpointError("a ShardedTensor cannot be saved or loaded. Use DTensor, which replaces it in torch")
         if tensor.device.type == "meta":
             raise CheckpointError("a tensor on the meta device has no data. Give it a device first (module.to_empty)")
-        if isinstance(tensor, DTensor):
-            box = _dcp.dtensor_box(tensor)
-            sharding = str(tuple(tensor.placements))
-        else:
-            box, sharding = Box.whole(tensor.shape), "host"
+        if not isinstance(tensor, DTensor):
+            return _whole(tuple(tensor.shape), tensor.dtype, str(tensor.device))
+        box = _dcp.dtensor_box(tensor)
         return TensorLayout(
             shape=tuple(tensor.shape),
             dtype=tensor.dtype,
             shards=(Shard(box, str(tensor.device), 0),) if box is not None else (),
             shard_shape=box.sizes if box is not None else tuple(tensor.shape),
-            sharding=sharding,
-            identical=isinstance(tensor, DTensor) and not any(p.is_partial() for p in tensor.placements),
+            sharding=str(tuple(tensor.placements)),
+            identical=not any(placement.is_partial() for placement in tensor.placements),
         )
 
     def fetch(self, tensor: torch.Tensor, layout: TensorLayout) -> Mapping[Box, torch.Tensor]:
         if not layout.shards:
             return {}
-        # A conjugate or negative that torch has not computed yet is only a flag beside the other data.
-        data = _local(tensor).detach().cpu().resolve_conj().resolve_neg()
+        data = _local(tensor).detach()
+        if data.device.type != "cpu":
+            data = data.cpu()
+        if data.is_conj() or data.is_neg():  # only flags beside the other data, until torch computes it
+            data = data.resolve_conj().resolve_neg()
         return {layout.shards[0].box: data}
+
+    def memory(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        local = _local(tensor).detach()
+        return local if local.device.type == "cpu" and local.is_contiguous() else None
 
     def put(self, tensor: torch.Tensor, layout: TensorLayout, shards: Mapping[Box, torch.Tensor]) -> None:
         with torch.no_grad():
             _local(tensor).detach().copy_(shards[layout.shards[0].box])
+
+
+@lru_cache(maxsize=4096)
+def _whole(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> TensorLayout:
+    """The layout of an ordinary tensor; programs have thousands of small ones of few shapes."""
+    box = Box.whole(shape)
+    return TensorLayout(shape, dtype, (Shard(box, device, 0),), box.sizes, sharding="host", identical=False)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -84,6 +84,9 @@ class XlaAccess:
         real, imag = (self.fetch(part, replace(layout, dtype=torch.float64)) for part in parts)
         return {box: torch.complex(real[box], imag[box]) for box in real}
 
+    def memory(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return None
+
     def put(self, tensor: torch.Tensor, layout: TensorLayout, shards: Mapping[Box, torch.Tensor]) -> None:
         tensor = _unwrapped(tensor)
         if not _tiled(_XLAC._get_xla_sharding_spec(tensor)):

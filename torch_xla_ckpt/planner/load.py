@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.utils import _pytree as pytree
 
 from torch_xla_ckpt import _dcp
+from torch_xla_ckpt._gc import without_collector
 from torch_xla_ckpt.device import TensorAccess, access_of
 from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
 from torch_xla_ckpt.layout import Box, ChunkIndex, Flaw, covers_exactly, find_flaws
@@ -68,6 +69,7 @@ class SPMDLoadPlanner(LoadPlanner):
         self.planned_at = 0.0  # when planning was done, by time.perf_counter
         self.put_seconds = 0.0  # spent since then on handing tensors to their devices
 
+    @without_collector
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
@@ -93,6 +95,7 @@ class SPMDLoadPlanner(LoadPlanner):
         self._uploading = 0
         self.put_seconds = 0.0
 
+    @without_collector
     def create_local_plan(self) -> LoadPlan:
         items = [_dcp.read_object(key) for key in self._object_keys]
         broken: dict[str, Sequence[object]] = {}
@@ -102,7 +105,7 @@ class SPMDLoadPlanner(LoadPlanner):
             saved = self._metadata.state_dict_metadata[key]
             assert isinstance(saved, TensorStorageMetadata)
             reads, flaws = _reads(key, target.boxes, saved)
-            target.waiting = len(reads)
+            target.expect(len(reads))
             self._unfinished += bool(reads)
             items += reads
             if flaws:
@@ -135,7 +138,9 @@ class SPMDLoadPlanner(LoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         with self._lock:
             shard = self._targets[read_item.dest_index.fqn].shard(read_item.dest_index)
-        return shard[Box(tuple(read_item.dest_offsets), tuple(read_item.lengths)).slices]
+        if shard.shape == read_item.lengths:
+            return shard
+        return shard[tuple(slice(start, start + n) for start, n in zip(read_item.dest_offsets, read_item.lengths))]
 
     def adopt(self, read_item: ReadItem, tensor: torch.Tensor) -> bool:
         """Take ``tensor`` itself for what ``read_item`` asks for, if that spares a copy; ``commit_tensor`` follows."""
@@ -144,6 +149,8 @@ class SPMDLoadPlanner(LoadPlanner):
 
     def host_bytes(self, key: str) -> int:
         """Bytes of host memory that a tensor's buffers take until it is complete."""
+        if self._targets[key].needs_no_buffer:
+            return 0
         layout = self._targets[key].held.layout
         return len(layout.boxes) * math.prod(layout.shard_shape) * layout.dtype.itemsize
 
@@ -171,10 +178,23 @@ class _Target:
         self.boxes = held.layout.boxes
         self.waiting = 0  # reads still to come
         self._buffers: dict[Box, torch.Tensor] = {}
+        self._memory: torch.Tensor | None = None  # the tensor's own, where it needs no buffer
         self._by_offset = {torch.Size(box.offsets): box for box in self.boxes}
+
+    def expect(self, reads: int) -> None:
+        """Say how many reads fill the tensor. What a single one fills is never half there, and needs no buffer."""
+        self.waiting = reads
+        if reads == 1:
+            self._memory = self.held.access.memory(self.held.tensor)
+
+    @property
+    def needs_no_buffer(self) -> bool:
+        return self._memory is not None
 
     def shard(self, index: MetadataIndex) -> torch.Tensor:
         """The elements of the box at ``index``, without padding, for reading into."""
+        if self._memory is not None:
+            return self._memory
         assert index.offset is not None
         box = self._by_offset[index.offset]
         if box not in self._buffers:
@@ -188,13 +208,17 @@ class _Target:
         """Use ``tensor`` as the buffer of the box at ``index``, if it is just what the device holds of it."""
         assert index.offset is not None
         box, layout = self._by_offset[index.offset], self.held.layout
-        if not (tuple(tensor.shape) == box.sizes == layout.shard_shape and tensor.dtype == layout.dtype):
+        if self._memory is not None or not (
+            tuple(tensor.shape) == box.sizes == layout.shard_shape and tensor.dtype == layout.dtype
+        ):
             return False
         self._buffers[box] = tensor
         return True
 
     def put(self) -> int:
         """Hand the buffers to the devices; returns their bytes."""
+        if self._memory is not None:
+            return 0
         self.held.access.put(self.held.tensor, self.held.layout, self._buffers)
         nbytes = sum(buffer.nbytes for buffer in self._buffers.values())
         self._buffers = {}
@@ -203,6 +227,8 @@ class _Target:
 
 def _reads(key: str, boxes: Sequence[Box], saved: TensorStorageMetadata) -> tuple[list[ReadItem], list[Flaw]]:
     """The reads that fill ``boxes``, and where the saved chunks fail to cover them exactly once."""
+    if _dcp.is_one_chunk(saved):
+        return [_dcp.whole_read(key, saved, box) for box in boxes], []
     chunks = _dcp.boxes_of(saved)
     index, orders = ChunkIndex(chunks), _dcp.TensorReads(key, chunks)
     reads: list[ReadItem] = []

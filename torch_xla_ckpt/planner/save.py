@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
     StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem
 
 from torch_xla_ckpt import _dcp
+from torch_xla_ckpt._gc import without_collector
 from torch_xla_ckpt.device import TensorAccess, access_of
 from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
 from torch_xla_ckpt.layout import Box, Claim, assign, covers_exactly, find_flaws
@@ -72,6 +72,7 @@ class SPMDSavePlanner(SavePlanner):
         self._tensors: dict[str, LaidOut] = {}
         self._source = ShardSource({})
 
+    @without_collector
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
@@ -83,6 +84,7 @@ class SPMDSavePlanner(SavePlanner):
         self._tensors = lay_out(tensors, self._access_of)
         self._source = ShardSource(self._tensors)
 
+    @without_collector
     def create_local_plan(self) -> SavePlan:
         items: list[WriteItem] = []
         for key in self._leaves:
@@ -90,6 +92,7 @@ class SPMDSavePlanner(SavePlanner):
         paths = {key: leaf.path for key, leaf in self._leaves.items()}
         return SavePlan(items, planner_data=LocalFacts(paths, self._digests()))
 
+    @without_collector
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         facts: list[LocalFacts] = [plan.planner_data for plan in all_plans]
         divergent = _divergent(facts)
@@ -168,7 +171,7 @@ def _offers(key: str, held: LaidOut) -> list[WriteItem]:
     layout = held.layout
     whole = Box.whole(layout.shape)
     boxes = layout.boxes if whole.volume else (whole,)
-    properties = TensorProperties(dtype=layout.dtype, requires_grad=held.tensor.requires_grad)
+    properties = _dcp.properties(layout.dtype, held.tensor.requires_grad)
     return [_dcp.tensor_item(key, _dcp.chunk_of(box), properties, torch.Size(layout.shape)) for box in boxes]
 
 
@@ -249,7 +252,7 @@ def _prove_complete(metadata: Mapping[str, TensorStorageMetadata | BytesStorageM
     """
     broken = []
     for key, saved in metadata.items():
-        if isinstance(saved, TensorStorageMetadata):
+        if isinstance(saved, TensorStorageMetadata) and not _dcp.is_one_chunk(saved):
             whole, chunks = Box.whole(saved.size), _dcp.boxes_of(saved)
             if not covers_exactly(whole, chunks):
                 flaws = "; ".join(map(str, find_flaws(whole, chunks)))

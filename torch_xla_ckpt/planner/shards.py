@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,8 +14,7 @@ from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.layout import Box, TensorLayout
 
 
-@dataclass(frozen=True)
-class LaidOut:
+class LaidOut(NamedTuple):
     """A tensor of a state dict with its layout and the way to its data."""
 
     tensor: torch.Tensor
@@ -93,12 +92,15 @@ class ShardSource:
             self._announced[key] -= 1
             if self._announced[key] > 0:
                 self._fetched[key] = shards
+        if box in shards:
+            return compact(shards[box])
         source = next(outer for outer in shards if outer.contains(box))
         return compact(shards[source][box.relative_to(source).slices])
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` contiguous and alone in its storage: writers that pickle a tensor write its whole storage."""
-    tensor = tensor.contiguous()
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
     alone = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
     return tensor if alone else tensor.clone()

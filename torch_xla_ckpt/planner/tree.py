@@ -8,8 +8,7 @@ came from, so that putting a value back works for keys that are not strings (opt
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,8 +17,7 @@ from torch_xla_ckpt.errors import CheckpointError
 Path = tuple[str | int, ...]
 
 
-@dataclass(frozen=True)
-class Leaf:
+class Leaf(NamedTuple):
     """A value of a state dict and where it lies.
 
     ``path`` is the key's elements as DCP records them (every mapping key as a string); ``slot`` is the real key or
@@ -67,7 +65,7 @@ def _leaves(path: Path, container: Any, whole: Container[str]) -> Iterator[Leaf]
     is_mapping = isinstance(container, Mapping)
     for slot, value in container.items() if is_mapping else enumerate(container):
         here = (*path, str(slot) if is_mapping else slot)
-        if _opens(value) and _key(here) not in whole:
+        if not isinstance(value, torch.Tensor) and _opens(value) and _key(here) not in whole:
             yield from _leaves(here, value, whole)
         else:
             yield Leaf(here, value, container, slot)

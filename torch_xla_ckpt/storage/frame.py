@@ -18,6 +18,7 @@ ALIGNMENT = 64
 """Items start at multiples of this in their file; torch keeps the tensor's bytes aligned to it within an item."""
 
 Bytes = bytes | memoryview
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True)
@@ -28,26 +29,21 @@ class Frame:
     tail: bytes
 
 
-def parts_of(tensor: torch.Tensor) -> tuple[Bytes, Bytes, Bytes]:
-    """The item of a tensor: the archive before its bytes, its bytes (shared with the tensor), and what follows."""
-    if not _plain(tensor):
+def item_of(tensor: torch.Tensor) -> tuple[tuple[Bytes, ...], int | None]:
+    """The item of a tensor, in pieces, and where in it the tensor's bytes begin as they are in memory.
+
+    They share the tensor's memory. A tensor that is more than its bytes, dtype and shape has no such place.
+    """
+    if type(tensor) not in _PLAIN or tensor.layout != torch.strided or tensor.is_quantized:
         data = io.BytesIO()
         torch.save(tensor, data)
-        return data.getbuffer(), b"", b""
-    tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        return (data.getbuffer(),), None
+    if tensor.requires_grad or tensor.device.type != "cpu":
+        tensor = tensor.detach().cpu()
+    if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
     frame = frame_of(tensor.dtype, tuple(tensor.shape))
-    return frame.head, tensor.reshape(-1).view(torch.uint8).numpy().data, frame.tail
-
-
-def data_offset(tensor: torch.Tensor) -> int | None:
-    """Where a tensor's bytes begin in its item, or None when they do not lie there as they are in memory."""
-    return len(frame_of(tensor.dtype, tuple(tensor.shape)).head) if _plain(tensor) else None
-
-
-def _plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is its bytes, dtype and shape, and nothing else."""
-    kinds = (torch.Tensor, torch.nn.Parameter)
-    return type(tensor) in kinds and tensor.layout == torch.strided and not tensor.is_quantized
+    return (frame.head, tensor.reshape(-1).view(torch.uint8).numpy().data, frame.tail), len(frame.head)
 
 
 @lru_cache(maxsize=4096)

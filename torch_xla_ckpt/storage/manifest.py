@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -19,10 +20,10 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
 
+from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.storage.frame import ALIGNMENT, Bytes
 
@@ -36,8 +37,7 @@ _CHECKSUM_BYTES = 8
 _PICKLED = "pickled"  # a planner's data that is no paths lies only in ``.metadata``
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(NamedTuple):
     """Where one item lies. The first three names are DCP's.
 
     Args:
@@ -117,6 +117,8 @@ class Manifest:
         """The file: one JSON object, sealed by the checksum of all that comes before its last line."""
         names = list(self.files)
         numbers = {name: number for number, name in enumerate(names)}
+        items = {(index.fqn, index.offset): _item(item, numbers) for index, item in self.stored.items()}
+        shardings = {index.fqn: item.sharding for index, item in self.stored.items() if item.sharding}
         paths = self.metadata.planner_data
         top = {
             "format": _FORMAT,
@@ -129,31 +131,25 @@ class Manifest:
             "block": BLOCK,
             "files": [[name, self.files[name]] for name in names],
             "paths": {key: list(path) for key, path in paths.items()} if _are_paths(paths) else _unfit(paths),
-            "tensors": {key: tensor for key, tensor in self._tensors(numbers)},
+            "tensors": {
+                key: {
+                    "dtype": str(saved.properties.dtype).removeprefix("torch."),
+                    "shape": saved.size,
+                    "requires_grad": saved.properties.requires_grad,
+                    "sharding": shardings.get(key),
+                    "chunks": [[chunk.offsets, chunk.sizes, *items[key, chunk.offsets]] for chunk in saved.chunks],
+                }
+                for key, saved in self.metadata.state_dict_metadata.items()
+                if isinstance(saved, TensorStorageMetadata)
+            },
             "objects": {
-                key: _item(self.stored[MetadataIndex(key)], numbers)
+                key: items[key, None]
                 for key, saved in self.metadata.state_dict_metadata.items()
                 if isinstance(saved, BytesStorageMetadata)
             },
         }
         body = json.dumps(top, separators=(",", ":"), ensure_ascii=False)[:-1].encode("utf-8", "surrogatepass") + b","
         return body + b'\n"xxh3_64": "%s"}' % checksum(body).hex().encode()
-
-    def _tensors(self, numbers: Mapping[str, int]) -> Iterator[tuple[str, dict[str, Any]]]:
-        stored = self.stored
-        for key, saved in self.metadata.state_dict_metadata.items():
-            if isinstance(saved, TensorStorageMetadata):
-                items = [(chunk, stored[MetadataIndex(key, chunk.offsets)]) for chunk in saved.chunks]
-                yield (
-                    key,
-                    {
-                        "dtype": str(saved.properties.dtype).removeprefix("torch."),
-                        "shape": list(saved.size),
-                        "requires_grad": saved.properties.requires_grad,
-                        "sharding": next((item.sharding for _, item in items if item.sharding), None),
-                        "chunks": [[chunk.offsets, chunk.sizes, *_item(item, numbers)] for chunk, item in items],
-                    },
-                )
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
@@ -187,10 +183,11 @@ class Manifest:
 
 def _are_paths(planner_data: Any) -> bool:
     """Whether a planner's data is what DCP's planners record: the path of each key in the state dict."""
-    return isinstance(planner_data, Mapping) and all(
-        isinstance(key, str) and isinstance(path, tuple) and all(isinstance(part, (str, int)) for part in path)
-        for key, path in planner_data.items()
-    )
+    if not isinstance(planner_data, Mapping):
+        return False
+    paths = planner_data.values()
+    parts = chain.from_iterable(paths) if set(map(type, paths)) <= {tuple} else [None]
+    return set(map(type, planner_data)) <= {str} and set(map(type, parts)) <= {str, int}
 
 
 def _unfit(planner_data: Any) -> str | None:
@@ -206,7 +203,6 @@ def _item(item: Stored, numbers: Mapping[str, int]) -> list[Any]:
 def _metadata(top: Mapping[str, Any]) -> Metadata:
     """DCP's metadata from the manifest. Equal sizes and properties are one object, for the garbage collector's sake."""
     sizes: dict[tuple[int, ...], torch.Size] = {}
-    properties: dict[tuple[str, bool], TensorProperties] = {}
     names = [name for name, _ in top["files"]]
     entries: dict[str, Any] = {}
     stored: dict[MetadataIndex, Stored] = {}
@@ -216,15 +212,13 @@ def _metadata(top: Mapping[str, Any]) -> Metadata:
         return sizes.get(key) or sizes.setdefault(key, torch.Size(key))
 
     for key, tensor in top["tensors"].items():
-        kind = tensor["dtype"], tensor["requires_grad"]
-        if kind not in properties:
-            properties[kind] = TensorProperties(dtype=_dtype(kind[0]), requires_grad=kind[1])
+        properties = _dcp.properties(_dtype(tensor["dtype"]), tensor["requires_grad"])
         chunks = []
         for offsets, lengths, *item in tensor["chunks"]:
             chunk = ChunkStorageMetadata(size(offsets), size(lengths))
             chunks.append(chunk)
             stored[MetadataIndex(key, chunk.offsets)] = _stored(item, names, tensor["sharding"])
-        entries[key] = TensorStorageMetadata(properties[kind], size(tensor["shape"]), chunks)
+        entries[key] = TensorStorageMetadata(properties, size(tensor["shape"]), chunks)
     for key, item in top["objects"].items():
         entries[key] = BytesStorageMetadata()
         stored[MetadataIndex(key)] = _stored(item, names, None)

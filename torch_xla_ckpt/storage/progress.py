@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -11,13 +12,13 @@ _DELAY = 2.0  # seconds; what is done before that shows no bar
 
 
 class Progress:
-    """Shows bytes done of ``total`` on a terminal, after a delay; does nothing when not ``shown``.
+    """Shows bytes done of ``total()`` on a terminal, after a delay; does nothing when not ``shown``.
 
     Raises:
         CheckpointError: it is to be shown, and tqdm is not installed.
     """
 
-    def __init__(self, what: str, total: int, shown: bool):
+    def __init__(self, what: str, total: Callable[[], int], shown: bool):
         self._bar: Any = None
         if shown:
             try:
@@ -28,7 +29,7 @@ class Progress:
                 ) from error
             # disable=None: only where someone is looking, that is on a terminal.
             self._bar = tqdm(
-                desc=what, total=total, unit="B", unit_scale=True, unit_divisor=1024, delay=_DELAY, disable=None
+                desc=what, total=total(), unit="B", unit_scale=True, unit_divisor=1024, delay=_DELAY, disable=None
             )
 
     def advance(self, nbytes: int) -> None:

@@ -25,6 +25,8 @@ def ranges_of(shape: Sequence[int], itemsize: int, offsets: Sequence[int], sizes
         itemsize: bytes of an element.
         offsets, sizes: the region, which must have elements.
     """
+    if tuple(sizes) == tuple(shape):
+        return np.array([[0, math.prod(sizes) * itemsize]])
     starts = np.zeros(1, dtype=np.int64)
     length = stride = itemsize
     for extent, offset, size in zip(reversed(shape), reversed(offsets), reversed(sizes)):
@@ -52,4 +54,8 @@ def merged(ranges: Iterable[Range], gap: int = 0) -> list[Range]:
 
 def blocks_of(ranges: Iterable[Range], block: int) -> list[int]:
     """Numbers of the blocks of ``block`` bytes that the ranges touch, ascending."""
+    ranges = list(ranges)
+    if len(ranges) == 1:
+        ((start, stop),) = ranges
+        return list(range(start // block, math.ceil(stop / block)))
     return sorted({number for start, stop in ranges for number in range(start // block, math.ceil(stop / block))})

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 
 from torch_xla_ckpt import _dcp
+from torch_xla_ckpt._gc import without_collector
 from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, Damage, UnsafeObjectError
 from torch_xla_ckpt.storage.commit import Committed, committed, metadata_name
 from torch_xla_ckpt.storage.files import Folder, Window, open_folder
@@ -119,6 +120,7 @@ class ShardReader(StorageReader):
         self.stats = ReadStats()
         self.manifest: Manifest | None = None
 
+    @without_collector
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """DCP's metadata.
 
@@ -166,7 +168,7 @@ class ShardReader(StorageReader):
         work = _Reading(self._folder, planner, adopting, self._verify, self.stats)
         threads = self._threads or (8 if self._folder.remote else min(8, os.cpu_count() or 1))
         try:
-            with Progress("loading", sum(group.needed for group in groups), self._progress) as progress:
+            with Progress("loading", lambda: sum(group.needed for group in groups), self._progress) as progress:
                 work.run(_jobs(groups, self._folder.remote), threads, self._memory_budget, progress)
         finally:
             self._folder.release()
@@ -206,6 +208,7 @@ class _Piece:
         saved: the tensor it is a chunk of; None for objects.
         shape: of the chunk.
         reads: what is wanted.
+        needed: bytes that are asked for.
     """
 
     key: str
@@ -213,6 +216,11 @@ class _Piece:
     saved: TensorStorageMetadata | None
     shape: torch.Size
     reads: list[ReadItem] = field(default_factory=list)
+    needed: int = 0
+
+    def add(self, read: ReadItem) -> None:
+        self.reads.append(read)
+        self.needed += self.stored.length if self.saved is None else read.lengths.numel() * self.itemsize
 
     @property
     def itemsize(self) -> int:
@@ -222,13 +230,6 @@ class _Piece:
     def direct(self) -> bool:
         """Whether the tensor's bytes lie in the file as they are in memory."""
         return self.stored.data is not None
-
-    @property
-    def needed(self) -> int:
-        """Bytes that are asked for."""
-        if self.saved is None:
-            return self.stored.length
-        return sum(math.prod(read.lengths) for read in self.reads) * self.itemsize
 
     def ranges(self, verify: bool) -> list[Range]:
         """The byte ranges of the file to read, ascending."""
@@ -286,9 +287,11 @@ class _Ready:
     value: torch.Tensor | io.BytesIO
 
 
+@without_collector
 def _groups(items: Sequence[ReadItem], metadata: Metadata, adopting: Adopting | None) -> list[_Group]:
     """What the plan asks for, by key, in the order in which it lies in the files."""
     groups: dict[str, _Group] = {}
+    shapes: dict[str, dict[torch.Size | None, torch.Size]] = {}
     pieces: dict[tuple[str, MetadataIndex], _Piece] = {}
     for item in items:
         key = item.dest_index.fqn
@@ -299,10 +302,10 @@ def _groups(items: Sequence[ReadItem], metadata: Metadata, adopting: Adopting | 
         place = key, item.storage_index
         piece = pieces.get(place)
         if piece is None:
-            piece = pieces[place] = _piece(item.storage_index, metadata)
+            piece = pieces[place] = _piece(item.storage_index, metadata, shapes)
             group.pieces.append(piece)
             group.waiting += 1
-        piece.reads.append(item)
+        piece.add(item)
     for group in groups.values():
         group.pieces.sort(key=_position)
     return sorted(groups.values(), key=lambda group: _position(group.pieces[0]))
@@ -312,7 +315,8 @@ def _position(piece: _Piece) -> tuple[str, int]:
     return piece.stored.relative_path, piece.stored.offset
 
 
-def _piece(index: MetadataIndex, metadata: Metadata) -> _Piece:
+def _piece(index: MetadataIndex, metadata: Metadata, shapes: dict[str, dict[torch.Size | None, torch.Size]]) -> _Piece:
+    """A saved item. ``shapes`` remembers those of each tensor's chunks."""
     saved = metadata.state_dict_metadata[index.fqn]
     try:
         place = metadata.storage_data[index]
@@ -321,8 +325,9 @@ def _piece(index: MetadataIndex, metadata: Metadata) -> _Piece:
     stored = place if isinstance(place, Stored) else _foreign(place)
     if not isinstance(saved, TensorStorageMetadata):
         return _Piece(index.fqn, stored, None, torch.Size())
-    shape = next((chunk.sizes for chunk in saved.chunks if chunk.offsets == index.offset), saved.size)
-    return _Piece(index.fqn, stored, saved, shape)
+    if index.fqn not in shapes:
+        shapes[index.fqn] = {chunk.offsets: chunk.sizes for chunk in saved.chunks}
+    return _Piece(index.fqn, stored, saved, shapes[index.fqn].get(index.offset, saved.size))
 
 
 def _foreign(place: Any) -> Stored:
@@ -398,8 +403,7 @@ class _Reading:
             group.waiting -= 1
             if not group.waiting:
                 complete += group.host_bytes
-                for done in group.pieces:
-                    stored = done.stored
+                for stored in (done.stored for done in group.pieces if done.stored.extent >= _ADOPT_BYTES):
                     self._folder.forget(stored.relative_path, stored.offset, stored.offset + stored.extent)
         return complete
 

@@ -93,9 +93,11 @@ def verify(
         item = place if isinstance(place, Stored) else Stored(place.relative_path, place.offset, place.length)
         by_file[item.relative_path].append((index.fqn, item))
     sizes = found.manifest.files if found.manifest is not None else {}
-    total = sum(item.length for items in by_file.values() for _, item in items)
     read = 0
-    with Progress("verifying", total, progress) as bar, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    with (
+        Progress("verifying", lambda: _total(by_file), progress) as bar,
+        ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,
+    ):
         checks = [
             pool.submit(
                 _check_file, folder, name, sorted(items, key=lambda entry: entry[1].offset), sizes.get(name), bar
@@ -123,6 +125,10 @@ def _committed(folder: Folder, damages: list[Damage]) -> Committed:
         every_key = tuple(found.metadata.state_dict_metadata)
         damages += [Damage(d.file, d.start, d.stop, every_key, d.what) for d in error.damages]
         return found
+
+
+def _total(by_file: Mapping[str, Sequence[tuple[str, Stored]]]) -> int:
+    return sum(item.length for items in by_file.values() for _, item in items)
 
 
 def _check_file(
@@ -195,7 +201,7 @@ def _incomplete(metadata: Metadata) -> dict[str, str]:
     for key, saved in metadata.state_dict_metadata.items():
         if key in lost:
             found[key] = "; ".join(f"{part or 'the object'} is listed, but stored in no file" for part in lost[key][:3])
-        elif isinstance(saved, TensorStorageMetadata):
+        elif isinstance(saved, TensorStorageMetadata) and not _dcp.is_one_chunk(saved):
             whole, chunks = Box.whole(saved.size), _dcp.boxes_of(saved)
             if not covers_exactly(whole, chunks):
                 found[key] = "; ".join(map(str, find_flaws(whole, chunks)[:3]))

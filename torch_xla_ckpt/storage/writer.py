@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata as distributions
 from itertools import groupby
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import xxhash
@@ -29,10 +29,11 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from torch_xla_ckpt import _dcp
+from torch_xla_ckpt._gc import without_collector
 from torch_xla_ckpt.errors import IncompleteCheckpointError
 from torch_xla_ckpt.storage import commit
 from torch_xla_ckpt.storage.files import Folder, Sink, open_folder
-from torch_xla_ckpt.storage.frame import Bytes, data_offset, parts_of
+from torch_xla_ckpt.storage.frame import Bytes, item_of
 from torch_xla_ckpt.storage.manifest import BLOCK, Manifest, Stored, checksum, padded
 from torch_xla_ckpt.storage.progress import Progress
 
@@ -139,13 +140,14 @@ class ShardWriter(StorageWriter):
             self._folder, place, self._threads or (8 if self._folder.remote else min(8, os.cpu_count() or 1))
         )
         budget = _Budget(self._memory_budget)
-        with Progress("saving", sum(map(_size, plan.items)), self._progress) as progress:
+        with Progress("saving", lambda: sum(map(_size, plan.items)), self._progress) as progress:
             written = _write(plan.items, planner, lanes, budget, progress)
         self._folder.flush()
         done: Future[list[WriteResult]] = Future()
         done.set_result(written)
         return done
 
+    @without_collector
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         stored = {result.index: result.storage_data for own in results for result in own}
         metadata = _dcp.finished(metadata, stored, self.storage_meta())
@@ -179,13 +181,13 @@ class ShardWriter(StorageWriter):
         return isinstance(checkpoint_id, (str, os.PathLike))
 
 
-@dataclass(frozen=True)
-class _Job:
-    """An item on its way to a file, and what it holds of the budget."""
+class _Job(NamedTuple):
+    """An item on its way to a file, the bytes of its tensor, and what it holds of the budget."""
 
     item: WriteItem
     data: torch.Tensor | io.BytesIO
     sharding: str | None
+    size: int
     cost: int
 
 
@@ -336,7 +338,7 @@ def _write(
                     return
                 for job in batch:
                     results.append(_put(job, lane))
-                    progress.advance(_size(job.item))
+                    progress.advance(job.size)
                 budget.give_back(sum(job.cost for job in batch))
             if lane is not None and not failures:
                 lane.close()
@@ -384,7 +386,7 @@ def _batches(items: Sequence[WriteItem], planner: SavePlanner, budget: _Budget) 
         for number, (item, size) in enumerate(zip(together, sizes), 1):
             # A tensor's shards are let go together, when the last of them has been written.
             held = cost if number == len(together) else 0
-            batch.append(_Job(item, planner.resolve_data(item), sharding, held))
+            batch.append(_Job(item, planner.resolve_data(item), sharding, size, held))
             waiting += size
             if waiting >= _BATCH_BYTES or len(batch) >= _BATCH_ITEMS:
                 yield batch
@@ -395,9 +397,9 @@ def _batches(items: Sequence[WriteItem], planner: SavePlanner, budget: _Budget) 
 
 def _put(job: _Job, lane: _Lane) -> WriteResult:
     if isinstance(job.data, torch.Tensor):
-        parts, data = parts_of(job.data), data_offset(job.data)
+        parts, data = item_of(job.data)
     else:
-        parts, data = (job.data.getbuffer(), b"", b""), None
+        parts, data = (job.data.getbuffer(),), None
     stored = lane.append(parts, data, job.sharding)
     return WriteResult(job.item.index, stored.length, stored)
 

@@ -1,0 +1,43 @@
+"""Keeping the garbage collector out of bulk work."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_lock = threading.Lock()
+_pauses = 0
+_was_enabled = False
+
+
+def without_collector(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Run a function with Python's cyclic garbage collector paused.
+
+    Planning makes hundreds of thousands of objects, none of them garbage. Every quarter more of them makes the
+    collector walk all objects of the program, which took more than half of the time of saving 20,000 small tensors. It
+    goes on afterwards if it was on before; functions of several threads may overlap.
+    """
+
+    @functools.wraps(function)
+    def paused(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        global _pauses, _was_enabled
+        with _lock:
+            if not _pauses:
+                _was_enabled = gc.isenabled()
+                gc.disable()
+            _pauses += 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            with _lock:
+                _pauses -= 1
+                if not _pauses and _was_enabled:
+                    gc.enable()
+
+    return paused
