@@ -169,7 +169,10 @@ class ShardReader(StorageReader):
         threads = self._threads or (8 if self._folder.remote else min(8, os.cpu_count() or 1))
         try:
             with Progress("loading", lambda: sum(group.needed for group in groups), self._progress) as progress:
-                work.run(_jobs(groups, self._folder.remote), threads, self._memory_budget, progress)
+                # Objects first: one that is refused then leaves every tensor as it was.
+                for kind in (False, True):
+                    some = [group for group in groups if group.is_tensor is kind]
+                    work.run(_jobs(some, self._folder.remote), threads, self._memory_budget, progress)
         finally:
             self._folder.release()
         done: torch.futures.Future[None] = torch.futures.Future()
@@ -253,7 +256,7 @@ class _Piece:
 class _Group:
     """The pieces of one key. They are read one after the other, so that few tensors are half there at a time."""
 
-    key: str
+    is_tensor: bool
     host_bytes: int
     pieces: list[_Piece] = field(default_factory=list)
     waiting: int = 0  # pieces not committed yet
@@ -297,8 +300,8 @@ def _groups(items: Sequence[ReadItem], metadata: Metadata, adopting: Adopting | 
         key = item.dest_index.fqn
         group = groups.get(key)
         if group is None:
-            is_tensor = adopting is not None and item.type is LoadItemType.TENSOR
-            group = groups[key] = _Group(key, adopting.host_bytes(key) if adopting and is_tensor else 0)
+            is_tensor = item.type is LoadItemType.TENSOR
+            group = groups[key] = _Group(is_tensor, adopting.host_bytes(key) if adopting and is_tensor else 0)
         place = key, item.storage_index
         piece = pieces.get(place)
         if piece is None:
