@@ -153,6 +153,14 @@ def one_saves_alone(rank, world, folder):
             dcp.save({"t": tensor}, checkpoint_id=Path(folder) / "alone", planner=planner, no_dist=True)
 
 
+def folders_differ(rank, world, folder):
+    """Hosts that write to local disks of their own have no checkpoint, and must hear of it when they save."""
+    path = Path(folder) / f"disk{rank}"
+    with pytest.raises(xc.CheckpointError, match=r"rank 0: .*__1_0-.* cannot be seen .* one shared folder"):
+        xc.save({"t": torch.ones(8), f"only{rank}": torch.ones(3)}, path)
+    assert not (path / ".metadata").exists()
+
+
 class record_warnings(logging.Handler):
     def __enter__(self):
         self.said = []
@@ -175,6 +183,7 @@ def misfortunes(rank, world, folder):
         processes_differ,
         shapes_differ,
         one_saves_alone,
+        folders_differ,
     ):
         scenario(rank, world, folder)
         dist.barrier()

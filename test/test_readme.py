@@ -1,11 +1,18 @@
-"""What the README shows works when it is pasted."""
+"""What the README and docs/format.md show works when it is pasted."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-README = Path(__file__).parents[1] / "README.md"
+import numpy as np
+import torch
+from meshes import mesh, put, random_bits
+
+import torch_xla_ckpt as xc
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
 
 
 def test_the_example_runs_as_it_stands(tmp_path):
@@ -19,3 +26,17 @@ def test_every_path_it_names_exists():
     assert named
     for path in filter(None, sum(named, ())):
         assert (README.parent / path).exists(), path
+
+
+def test_the_reader_in_format_md_reads_with_numpy_alone(tmp_path):
+    """Whoever has only the specification gets the tensors back."""
+    text = (ROOT / "docs" / "format.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    state = {"grid": put(random_bits((9, 7), torch.int32), mesh((4, 2)), ("a", "b")), "n": {"x": torch.tensor(3)}}
+    xc.save(state, tmp_path / "checkpoint")
+    check = (
+        "import sys; assert 'torch' not in sys.modules; assert tensors['n.x'] == 3; "
+        "np.save('grid.npy', tensors['grid'])"
+    )
+    subprocess.run([sys.executable, "-c", f"{example}\n{check}"], cwd=tmp_path, check=True, timeout=60)
+    assert (np.load(tmp_path / "grid.npy") == random_bits((9, 7), torch.int32).numpy()).all()

@@ -70,6 +70,9 @@ class Folder(Protocol):
 
     def size(self, name: str) -> int: ...
 
+    def missing(self, files: Mapping[str, int]) -> list[str]:
+        """Which of these files, given with their sizes, are not here."""
+
     def read(self, name: str) -> bytes: ...
 
     def create(self, name: str) -> Sink: ...
@@ -157,6 +160,16 @@ class LocalFolder:
 
     def size(self, name: str) -> int:
         return os.stat(self._path / name).st_size
+
+    def missing(self, files: Mapping[str, int]) -> list[str]:
+        # Not by listing: network file systems list late what other hosts have written.
+        return [name for name, size in files.items() if not self._has(name, size)]
+
+    def _has(self, name: str, size: int) -> bool:
+        try:
+            return self.size(name) == size
+        except FileNotFoundError:
+            return False
 
     def read(self, name: str) -> bytes:
         return (self._path / name).read_bytes()
@@ -275,6 +288,10 @@ class RemoteFolder:
     def size(self, name: str) -> int:
         self._fs.invalidate_cache(self._path)
         return int(self._fs.info(self._full(name))["size"])
+
+    def missing(self, files: Mapping[str, int]) -> list[str]:
+        # One request for all of them.
+        return sorted(set(files) - set(self.names()))
 
     def read(self, name: str) -> bytes:
         return self._fs.cat_file(self._full(name))

@@ -30,7 +30,7 @@ from torch.futures import Future
 
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt._gc import without_collector
-from torch_xla_ckpt.errors import IncompleteCheckpointError
+from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
 from torch_xla_ckpt.storage import commit
 from torch_xla_ckpt.storage.files import Folder, Sink, open_folder
 from torch_xla_ckpt.storage.frame import Bytes, item_of
@@ -155,6 +155,7 @@ class ShardWriter(StorageWriter):
         files: dict[str, int] = {}
         for item in stored.values():
             files[item.relative_path] = max(files.get(item.relative_path, 0), item.offset + item.extent)
+        self._require_files(files)
         manifest = Manifest(
             save_id=self._save_id,
             time=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -168,6 +169,20 @@ class ShardWriter(StorageWriter):
         pickled = pickle.dumps(replace(metadata, storage_data=places))
         commit.publish(self._folder, manifest, pickled, self._own_rank)
         commit.remove_replaced(self._folder, self._save_id, self._before, self._own_rank)
+
+    def _require_files(self, files: Mapping[str, int]) -> None:
+        """Show that the coordinator sees what the other processes have written.
+
+        Raises:
+            CheckpointError: it does not, so nobody could load it.
+        """
+        missing = self._folder.missing(files)
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint was not committed: {', '.join(missing[:5])} cannot be seen whole in "
+                f"{self._folder.url} from the coordinator. All processes must write to one shared folder; if this is "
+                "one, its file system shows new files late"
+            )
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=os.fspath(self._path), save_id=self._save_id)
