@@ -342,24 +342,27 @@ def _write(
     failures: list[BaseException] = []
     opened: list[_Lane] = []
 
+    def fail(error: BaseException) -> None:
+        failures.append(error)
+        budget.fail()
+
     def work() -> None:
         lane: _Lane | None = None
         try:
             for batch in iter(jobs.get, None):
+                if failures:
+                    return
                 if lane is None:
                     lane = lanes.open()
                     opened.append(lane)
-                if failures:
-                    return
-                for job in batch:
-                    results.append(_put(job, lane))
-                    progress.advance(job.size)
-                budget.give_back(sum(job.cost for job in batch))
+                cost = sum(job.cost for job in batch)
+                results.extend(_put(job, lane, progress) for job in batch)
+                batch.clear()  # whoever still knows the list must not keep the tensors
+                budget.give_back(cost)
             if lane is not None and not failures:
                 lane.close()
         except BaseException as error:
-            failures.append(error)
-            budget.fail()
+            fail(error)
 
     threads = [threading.Thread(target=work, name=f"ShardWriter-{n}") for n in range(lanes.count)]
     for thread in threads:
@@ -367,19 +370,25 @@ def _write(
     try:
         for batch in _batches(items, planner, budget):
             jobs.put(batch)
+        _end(threads, jobs)
     except _Failed:
         pass
-    except BaseException as error:
-        failures.append(error)
-    for _ in threads:
-        jobs.put(None)
-    for thread in threads:
-        thread.join()
+    except BaseException as error:  # KeyboardInterrupt too: no thread may go on writing
+        fail(error)
+    _end(threads, jobs)
     if failures:
         for lane in opened:
             lane.abandon()
         raise failures[0]
     return results
+
+
+def _end(threads: Sequence[threading.Thread], jobs: queue.SimpleQueue[list[_Job] | None]) -> None:
+    """Let the threads finish what is queued."""
+    for _ in threads:
+        jobs.put(None)
+    for thread in threads:
+        thread.join()
 
 
 def _batches(items: Sequence[WriteItem], planner: SavePlanner, budget: _Budget) -> Iterator[list[_Job]]:
@@ -410,12 +419,13 @@ def _batches(items: Sequence[WriteItem], planner: SavePlanner, budget: _Budget) 
         yield batch
 
 
-def _put(job: _Job, lane: _Lane) -> WriteResult:
+def _put(job: _Job, lane: _Lane, progress: Progress) -> WriteResult:
     if isinstance(job.data, torch.Tensor):
         parts, data = item_of(job.data)
     else:
         parts, data = (job.data.getbuffer(),), None
     stored = lane.append(parts, data, job.sharding)
+    progress.advance(job.size)
     return WriteResult(job.item.index, stored.length, stored)
 
 
