@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torch_xla_ckpt import archive
 from torch_xla_ckpt.errors import CheckpointError, UnsafeObjectError
 
 # What ``torch.serialization.safe_globals`` takes: an object, or an object and the name it has in the pickle.
@@ -92,6 +93,7 @@ def decode(key: str, data: io.BytesIO, allow_types: Sequence[AllowedType], trust
             return torch.load(data, map_location="cpu", weights_only=False)
         with _decoding, torch.serialization.safe_globals([*_HARMLESS, *allow_types]):
             try:
+                archive.check(data)
                 return torch.load(data, map_location="cpu", weights_only=True)
             except pickle.UnpicklingError as error:
                 raise _refusal(key, data, error) from error

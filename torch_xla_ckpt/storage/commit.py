@@ -15,6 +15,7 @@ import logging
 import re
 import secrets
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -29,8 +30,10 @@ logger = logging.getLogger(__name__)
 _OURS = re.compile(
     r"(?:__\d+_\d+-[0-9a-f]{16}\.distcp|manifest-[0-9a-f]{16}\.json|(?:__\d+)?\.metadata-[0-9a-f]{16}\.tmp)"
 )
+_STOCK = re.compile(r"__\d+_\d+\.distcp")
 _SEAL = re.compile(rb"\ntorch_xla_ckpt ([0-9a-f]{16}) ([0-9a-f]{16}) ([0-9a-f]{16})\n")
 _SEAL_BYTES = len("\ntorch_xla_ckpt \n") + 3 * 16 + 2
+_OWN_BYTES = 16 + len("\n")  # the checksum of all that comes before it
 
 
 def new_save_id() -> str:
@@ -74,9 +77,9 @@ def publish(folder: Folder, manifest: Manifest, pickled: bytes, rank: int | None
         sink.abandon()
         raise
     folder.flush()
-    seal = f"\ntorch_xla_ckpt {manifest.save_id} {checksum(pickled).hex()} {checksum(sealed).hex()}\n"
+    data = pickled + f"\ntorch_xla_ckpt {manifest.save_id} {checksum(sealed).hex()} ".encode()
     name = metadata_name(rank)
-    folder.replace(name, pickled + seal.encode(), f"{name}-{manifest.save_id}.tmp")
+    folder.replace(name, data + checksum(data).hex().encode() + b"\n", f"{name}-{manifest.save_id}.tmp")
 
 
 def committed(folder: Folder, rank: int | None = None, *, verify: bool = True) -> Committed:
@@ -96,23 +99,14 @@ def committed(folder: Folder, rank: int | None = None, *, verify: bool = True) -
     name = metadata_name(rank)
     data = folder.read(name)
     seal = _seal(data)
-    if seal is None:
-        metadata = read_metadata(data, name)
-        written_by = getattr(metadata.storage_meta, "save_id", None)
-        if verify and isinstance(written_by, str) and manifest_name(written_by) in folder.names():
-            raise _corrupt(name, data, "the line that leads to its manifest is damaged")
-        return Committed(metadata, None)
-    if verify and checksum(seal.pickled) != seal.own:
-        raise _corrupt(name, data, "it does not fit its checksum")
+    if seal is None or not seal.fits:
+        return _unsealed(folder, name, data, seal, verify)
     where = manifest_name(seal.save_id)
     sealed = b""
     try:
         sealed = folder.read(where)
-        manifest = Manifest.from_bytes(sealed)
-        if checksum(sealed) == seal.manifest and manifest.save_id == seal.save_id:
-            if manifest.planner_data_is_pickled:
-                manifest.metadata.planner_data = read_metadata(seal.pickled, name).planner_data
-            return Committed(manifest.metadata, manifest)
+        if checksum(sealed) == seal.manifest:
+            return _with_manifest(Manifest.from_bytes(sealed), seal.pickled, name)
         problem = f"it does not fit {name}"
     except FileNotFoundError:
         problem = "it is missing"
@@ -126,23 +120,62 @@ def committed(folder: Folder, rank: int | None = None, *, verify: bool = True) -
     return Committed(read_metadata(seal.pickled, name), None)
 
 
+def _with_manifest(manifest: Manifest, pickled: bytes, name: str) -> Committed:
+    if manifest.planner_data_is_pickled:
+        try:
+            manifest.metadata.planner_data = read_metadata(pickled, name).planner_data
+        except CheckpointError as error:
+            logger.warning("what the planner that saved it recorded is left out: %s", error)
+    return Committed(manifest.metadata, manifest)
+
+
+def _unsealed(folder: Folder, name: str, data: bytes, seal: _Seal | None, verify: bool) -> Committed:
+    """A checkpoint whose ``.metadata`` does not end with a line that fits: another writer's, or a damaged one."""
+    if seal is not None and verify:
+        raise _corrupt(name, data, "it does not fit its checksum")
+    ids: list[str] = [] if seal is None else [seal.save_id]
+    metadata = failure = None
+    try:
+        metadata = read_metadata(data if seal is None else seal.pickled, name)
+        by = written_by(metadata)
+        ids += [by] if by else []
+    except CheckpointError as error:
+        failure = error
+    names = folder.names()
+    for save_id in ids:
+        if manifest_name(save_id) in names:
+            if verify:
+                raise _corrupt(name, data, "the line that leads to its manifest is damaged")
+            with suppress(ValueError):
+                return _with_manifest(Manifest.from_bytes(folder.read(manifest_name(save_id))), data, name)
+    if failure is not None:
+        raise failure
+    assert metadata is not None
+    return Committed(metadata, None)
+
+
+def written_by(metadata: Metadata) -> str | None:
+    """The id of the save that wrote this, if it was one of ours; stock DCP's are longer."""
+    save_id = getattr(metadata.storage_meta, "save_id", None)
+    return save_id if isinstance(save_id, str) and re.fullmatch("[0-9a-f]{16}", save_id) else None
+
+
 @dataclass(frozen=True)
 class _Seal:
-    """The last line of ``.metadata``: whose it is, and the checksums of the pickle before it and of the manifest."""
+    """The last line of ``.metadata``: whose it is, the checksum of its manifest, and whether it fits what precedes."""
 
     pickled: bytes
     save_id: str
-    own: bytes
     manifest: bytes
+    fits: bool
 
 
 def _seal(data: bytes) -> _Seal | None:
     match = _SEAL.fullmatch(data, max(len(data) - _SEAL_BYTES, 0))
     if match is None:
         return None
-    return _Seal(
-        data[:-_SEAL_BYTES], match[1].decode(), bytes.fromhex(match[2].decode()), bytes.fromhex(match[3].decode())
-    )
+    fits = checksum(data[:-_OWN_BYTES]).hex().encode() == match[3]
+    return _Seal(data[:-_SEAL_BYTES], match[1].decode(), bytes.fromhex(match[2].decode()), fits)
 
 
 def remove_leftovers(folder: Folder, rank: int | None = None) -> set[str]:
@@ -198,7 +231,9 @@ def _needed(folder: Folder, rank: int | None, names: Collection[str]) -> set[str
         return {name for name in names if seal.save_id in name}
     stored = read_metadata(data, metadata_name(rank)).storage_data
     places = stored.values() if isinstance(stored, dict) else ()
-    return {getattr(place, "relative_path", "") for place in places} & set(names)
+    named = {name for place in places if isinstance(name := getattr(place, "relative_path", None), str)}
+    # Never a file that only claims to be part of a checkpoint.
+    return {name for name in named & set(names) if _STOCK.fullmatch(name) or _OURS.fullmatch(name)}
 
 
 def _corrupt(name: str, data: bytes, what: str) -> CorruptCheckpointError:

@@ -146,6 +146,9 @@ class LocalFolder:
         self._maps: dict[str, mmap.mmap | None] = {}  # None for an empty file, which cannot be mapped
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> Any:
+        return LocalFolder, (self.url, self._sync)
+
     def make(self) -> None:
         new = [folder for folder in (self._path, *self._path.parents) if not folder.exists()]
         os.makedirs(self._path, exist_ok=True)
@@ -159,6 +162,7 @@ class LocalFolder:
             return []
 
     def size(self, name: str) -> int:
+        check_inside(name)
         return os.stat(self._path / name).st_size
 
     def missing(self, files: Mapping[str, int]) -> list[str]:
@@ -286,6 +290,7 @@ class RemoteFolder:
         return [name.rstrip("/").rpartition("/")[2] for name in listed]
 
     def size(self, name: str) -> int:
+        check_inside(name)
         self._fs.invalidate_cache(self._path)
         return int(self._fs.info(self._full(name))["size"])
 

@@ -14,6 +14,8 @@ from typing import IO, cast
 
 import torch
 
+from torch_xla_ckpt.errors import CheckpointError
+
 ALIGNMENT = 64
 """Items start at multiples of this in their file; torch keeps the tensor's bytes aligned to it within an item."""
 
@@ -33,8 +35,13 @@ def item_of(tensor: torch.Tensor) -> tuple[tuple[Bytes, ...], int | None]:
     """The item of a tensor, in pieces, and where in it the tensor's bytes begin as they are in memory.
 
     They share the tensor's memory. A tensor that is more than its bytes, dtype and shape has no such place.
+
+    Raises:
+        CheckpointError: the tensor is sparse.
     """
-    if type(tensor) not in _PLAIN or tensor.layout != torch.strided or tensor.is_quantized:
+    if tensor.layout != torch.strided:
+        raise CheckpointError("a sparse tensor cannot be saved. Save its indices and values, or tensor.to_dense()")
+    if type(tensor) not in _PLAIN or tensor.is_quantized:
         data = io.BytesIO()
         torch.save(tensor, data)
         return (data.getbuffer(),), None

@@ -75,6 +75,12 @@ class Stored(NamedTuple):
         return math.ceil(self.extent / BLOCK)
 
 
+def foreign(place: Any) -> Stored:
+    """Where stock DCP says that an item lies."""
+    extensions = getattr(place, "transform_descriptors", None)
+    return Stored(place.relative_path, place.offset, place.length, transform_descriptors=extensions)
+
+
 def padded(length: int) -> int:
     """``length`` rounded up to where the next item may start."""
     return -(-length // ALIGNMENT) * ALIGNMENT
@@ -148,7 +154,7 @@ class Manifest:
                 if isinstance(saved, BytesStorageMetadata)
             },
         }
-        body = json.dumps(top, separators=(",", ":"), ensure_ascii=False)[:-1].encode("utf-8", "surrogatepass") + b","
+        body = json.dumps(top, separators=(",", ":"), allow_nan=False)[:-1].encode("ascii") + b","
         return body + b'\n"xxh3_64": "%s"}' % checksum(body).hex().encode()
 
     @classmethod
@@ -163,12 +169,20 @@ class Manifest:
         match = _SEAL.fullmatch(newline + seal)
         if match is None or checksum(body).hex().encode() != match[1]:
             raise ValueError("its bytes do not fit the checksum in its last line")
-        top = json.loads(body[:-1].decode("utf-8", "surrogatepass") + "}")
-        if top["format"] != _FORMAT or top["version"] != _VERSION or top["block"] != BLOCK:
-            raise CheckpointError(
-                f"the manifest is of version {top['version']} with blocks of {top['block']} bytes, and this "
-                f"torch_xla_ckpt reads version {_VERSION} with blocks of {BLOCK}. Install a newer one"
-            )
+        try:
+            top = json.loads(body[:-1] + b"}")
+            version, block = top["version"], top["block"]
+            if top["format"] == _FORMAT and (version, block) == (_VERSION, BLOCK):
+                return cls._from_json(top)
+        except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
+            raise ValueError(f"its checksum fits, but it is no manifest ({error})") from error
+        raise CheckpointError(
+            f"the manifest is of version {version} with blocks of {block} bytes, and this "
+            f"torch_xla_ckpt reads version {_VERSION} with blocks of {BLOCK}. Install a newer one"
+        )
+
+    @classmethod
+    def _from_json(cls, top: Mapping[str, Any]) -> Manifest:
         return cls(
             save_id=top["save_id"],
             time=top["time"],
@@ -203,25 +217,37 @@ def _item(item: Stored, numbers: Mapping[str, int]) -> list[Any]:
 def _metadata(top: Mapping[str, Any]) -> Metadata:
     """DCP's metadata from the manifest. Equal sizes and properties are one object, for the garbage collector's sake."""
     sizes: dict[tuple[int, ...], torch.Size] = {}
-    names = [name for name, _ in top["files"]]
+    names = [name for name, size in top["files"] if type(name) is str and type(size) is int]
     entries: dict[str, Any] = {}
     stored: dict[MetadataIndex, Stored] = {}
 
     def size(numbers: list[int]) -> torch.Size:
         key = tuple(numbers)
-        return sizes.get(key) or sizes.setdefault(key, torch.Size(key))
+        known = sizes.get(key)
+        if known is None:
+            if not all(type(number) is int and 0 <= number < 1 << 63 for number in key):
+                raise ValueError("a shape that is none")
+            known = sizes[key] = torch.Size(key)
+        return known
 
     for key, tensor in top["tensors"].items():
         properties = _dcp.properties(_dtype(tensor["dtype"]), tensor["requires_grad"])
         chunks = []
         for offsets, lengths, *item in tensor["chunks"]:
             chunk = ChunkStorageMetadata(size(offsets), size(lengths))
+            if not len(offsets) == len(lengths) == len(tensor["shape"]):
+                raise ValueError("a chunk of another number of dimensions than its tensor")
             chunks.append(chunk)
-            stored[MetadataIndex(key, chunk.offsets)] = _stored(item, names, tensor["sharding"])
+            place = stored[MetadataIndex(key, chunk.offsets)] = _stored(item, names, tensor["sharding"])
+            nbytes = math.prod(lengths) * properties.dtype.itemsize
+            if place.data is not None and place.data + nbytes > place.length:
+                raise ValueError("a chunk that is larger than its item")
         entries[key] = TensorStorageMetadata(properties, size(tensor["shape"]), chunks)
     for key, item in top["objects"].items():
         entries[key] = BytesStorageMetadata()
-        stored[MetadataIndex(key)] = _stored(item, names, None)
+        place = stored[MetadataIndex(key)] = _stored(item, names, None)
+        if place.data is not None:
+            raise ValueError("an object with a tensor's bytes")
     paths = top["paths"]
     planner_data = {key: tuple(path) for key, path in paths.items()} if isinstance(paths, dict) else None
     return Metadata(state_dict_metadata=entries, planner_data=planner_data, storage_data=stored)
@@ -229,6 +255,14 @@ def _metadata(top: Mapping[str, Any]) -> Metadata:
 
 def _stored(item: Sequence[Any], names: Sequence[str], sharding: str | None) -> Stored:
     number, offset, length, data, checksums = item
+    if not (
+        type(number) is type(offset) is type(length) is int
+        and (data is None or (type(data) is int and 0 <= data <= length))
+        and min(number, offset, length) >= 0
+        and type(names[number]) is str
+        and len(checksums) == 2 * _CHECKSUM_BYTES * max(1, math.ceil(padded(length) / BLOCK))
+    ):
+        raise ValueError("an item lies nowhere")
     return Stored(names[number], offset, length, data, bytes.fromhex(checksums), sharding)
 
 

@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
-from torch_xla_ckpt import _dcp
+from torch_xla_ckpt import _dcp, archive
 from torch_xla_ckpt._gc import without_collector
 from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, Damage, UnsafeObjectError
 from torch_xla_ckpt.storage.commit import Committed, committed, metadata_name
 from torch_xla_ckpt.storage.files import Folder, Window, open_folder
-from torch_xla_ckpt.storage.manifest import BLOCK, Manifest, Stored, checksum
+from torch_xla_ckpt.storage.manifest import BLOCK, Manifest, Stored, checksum, foreign
 from torch_xla_ckpt.storage.progress import Progress
 from torch_xla_ckpt.storage.ranges import MAX_GAP, Range, blocks_of, merged, ranges_of
 
@@ -151,6 +151,8 @@ class ShardReader(StorageReader):
             ) from None
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if isinstance(metadata, _Unreadable):
+            raise metadata.error
         if not isinstance(metadata.storage_data, Mapping):
             raise CheckpointError(f"the metadata in {self._folder.url} does not say where its items lie")
         self._metadata = metadata
@@ -192,13 +194,13 @@ class _Unreadable(Metadata):
     """Metadata that could not be read, and says why when it is looked at."""
 
     def __init__(self, error: Exception):
-        self._error = error
+        self.error = error
         self.planner_data = self.storage_data = None
         self.storage_meta = StorageMeta()
 
     @property
     def state_dict_metadata(self) -> dict[str, Any]:  # type: ignore[override]
-        raise self._error
+        raise self.error
 
 
 @dataclass
@@ -325,18 +327,12 @@ def _piece(index: MetadataIndex, metadata: Metadata, shapes: dict[str, dict[torc
         place = metadata.storage_data[index]
     except KeyError:
         raise CorruptCheckpointError(f"{index.fqn!r} is listed in the checkpoint, but stored in no file") from None
-    stored = place if isinstance(place, Stored) else _foreign(place)
+    stored = place if isinstance(place, Stored) else foreign(place)
     if not isinstance(saved, TensorStorageMetadata):
         return _Piece(index.fqn, stored, None, torch.Size())
     if index.fqn not in shapes:
         shapes[index.fqn] = {chunk.offsets: chunk.sizes for chunk in saved.chunks}
     return _Piece(index.fqn, stored, saved, shapes[index.fqn].get(index.offset, saved.size))
-
-
-def _foreign(place: Any) -> Stored:
-    """Where stock DCP says that an item lies."""
-    extensions = getattr(place, "transform_descriptors", None)
-    return Stored(place.relative_path, place.offset, place.length, transform_descriptors=extensions)
 
 
 def _jobs(groups: Sequence[_Group], remote: bool) -> Iterator[_Job]:
@@ -469,7 +465,15 @@ class _Reading:
     def _stream(self, piece: _Piece, data: memoryview) -> io.BytesIO:
         extensions = piece.stored.transform_descriptors
         stream = io.BytesIO(data)
-        return _dcp.untransformed(piece.reads[0], extensions, stream) if extensions else stream
+        if not extensions:
+            return stream
+        try:
+            return _dcp.untransformed(piece.reads[0], extensions, stream)
+        except Exception as error:
+            raise CheckpointError(
+                f"cannot read {piece.key!r}: it was written through the DCP extensions {', '.join(extensions)} "
+                f"({type(error).__name__}: {error}). Register them with DCP's ExtensionRegistry"
+            ) from error
 
     def _direct(self, read: ReadItem, source: _Chunk) -> torch.Tensor:
         if self._adopting is not None and source.nbytes >= _ADOPT_BYTES and source.is_all_of(read):
@@ -570,6 +574,7 @@ def _unpickled(piece: _Piece, stream: io.BytesIO) -> torch.Tensor:
     assert piece.saved is not None
     stored = piece.stored
     try:
+        archive.check(stream)
         tensor = torch.load(stream, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise UnsafeObjectError(
@@ -579,8 +584,8 @@ def _unpickled(piece: _Piece, stream: io.BytesIO) -> torch.Tensor:
         ) from error
     except Exception as error:
         raise _foreign_damage(piece, f"no complete torch.save archive ({type(error).__name__})") from error
-    if not isinstance(tensor, torch.Tensor) or tensor.shape != piece.shape:
-        raise _foreign_damage(piece, f"not a tensor of shape {tuple(piece.shape)}")
+    if not isinstance(tensor, torch.Tensor) or (tensor.shape, tensor.device.type) != (piece.shape, "cpu"):
+        raise _foreign_damage(piece, f"no tensor of shape {tuple(piece.shape)}")
     return tensor.detach()
 
 

@@ -7,17 +7,27 @@ sizes, and a few builtin containers; none of them does anything with its argumen
 from __future__ import annotations
 
 import collections
+import copyreg
 import enum
 import io
 import pathlib
 import pickle
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from torch_xla_ckpt.errors import CorruptCheckpointError, Damage, UnsafeObjectError
 
@@ -92,6 +102,92 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError("it refers to something outside of itself")
 
 
+_CHANGEABLE = [
+    thing
+    for thing in [*_Unpickler._ALLOWED.values(), *dcp_metadata._MEM_FORMAT_ENCODING]
+    if hasattr(thing, "__dict__") and thing.__module__ != "builtins"
+]
+_unpickling = threading.Lock()
+
+
+@contextmanager
+def _unchanged() -> Iterator[None]:
+    """Undo what a pickle sets on the classes and functions that it names: BUILD sets attributes of anything.
+
+    Raises:
+        UnsafeObjectError: it did.
+    """
+    with _unpickling:
+        before = [dict(vars(thing)) for thing in _CHANGEABLE]
+        try:
+            yield
+        finally:
+            changed = [_restored(thing, old) for thing, old in zip(_CHANGEABLE, before)]
+            if any(changed):
+                names = [str(thing) for thing, was in zip(_CHANGEABLE, changed) if was]
+                raise UnsafeObjectError(
+                    f"refused to read {METADATA}: it changes {', '.join(names)}, which no metadata of DCP does",
+                    key=METADATA,
+                    types=names,
+                )
+
+
+def _restored(thing: Any, old: dict[str, Any]) -> bool:
+    now = vars(thing)
+    wrong = [name for name in {*now, *old} if now.get(name, now) is not old.get(name, now)]
+    for name in wrong:
+        if isinstance(thing, enum.Enum):
+            now.pop(name, None)
+            now.update({name: old[name]} if name in old else {})
+        elif name in old:
+            setattr(thing, name, old[name])
+        else:
+            delattr(thing, name)
+    return bool(wrong)
+
+
+def _is_plausible(metadata: Any) -> bool:
+    """Whether the parts of metadata have the types that everything else relies on."""
+    if not (isinstance(metadata, Metadata) and isinstance(metadata.state_dict_metadata, dict)):
+        return False
+    stored = metadata.storage_data
+    return all(
+        isinstance(key, str)
+        and (
+            isinstance(saved, BytesStorageMetadata)
+            or (
+                isinstance(saved, TensorStorageMetadata)
+                and isinstance(saved.properties, TensorProperties)
+                and isinstance(saved.properties.dtype, torch.dtype)
+                and isinstance(saved.size, torch.Size)
+                and isinstance(saved.chunks, list)
+                and all(
+                    isinstance(chunk, ChunkStorageMetadata)
+                    and isinstance(chunk.offsets, torch.Size)
+                    and isinstance(chunk.sizes, torch.Size)
+                    and len(chunk.offsets) == len(chunk.sizes) == len(saved.size)
+                    for chunk in saved.chunks
+                )
+            )
+        )
+        for key, saved in metadata.state_dict_metadata.items()
+    ) and (
+        stored is None
+        or (
+            isinstance(stored, dict)
+            and all(
+                isinstance(place, filesystem._StorageInfo)
+                and isinstance(index, MetadataIndex)
+                and type(place.relative_path) is str
+                and type(place.offset) is int
+                and type(place.length) is int
+                and place.offset >= 0 <= place.length
+                for index, place in stored.items()
+            )
+        )
+    )
+
+
 def read_metadata(data: bytes, name: str = METADATA) -> Metadata:
     """DCP's metadata from the bytes of ``.metadata``, running nothing.
 
@@ -99,16 +195,19 @@ def read_metadata(data: bytes, name: str = METADATA) -> Metadata:
         UnsafeObjectError: it names something that is no part of DCP's metadata.
         CorruptCheckpointError: it cannot be read.
     """
+    # Codes of extensions that were resolved before would go past find_class.
+    copyreg.clear_extension_cache()
     try:
-        metadata = _Unpickler(io.BytesIO(data)).load()
+        with _unchanged():
+            metadata = _Unpickler(io.BytesIO(data)).load()
+        if _is_plausible(metadata):
+            return metadata
     except UnsafeObjectError:
         raise
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     else:
-        if isinstance(metadata, Metadata) and isinstance(metadata.state_dict_metadata, dict):
-            return metadata
-        problem = f"it holds a {type(metadata).__name__}"
+        problem = f"what it holds, a {type(metadata).__name__}, is nothing that DCP writes"
     raise CorruptCheckpointError(
         f"{name} is not the metadata of a checkpoint ({problem}). Restore from another checkpoint",
         [Damage(name, 0, len(data), (), "no metadata of a checkpoint")],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,13 +17,14 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, Damage
 from torch_xla_ckpt.layout import Box, covers_exactly, find_flaws
-from torch_xla_ckpt.storage.commit import Committed, committed
+from torch_xla_ckpt.storage.commit import Committed, committed, written_by
 from torch_xla_ckpt.storage.files import Folder, Window, open_folder
-from torch_xla_ckpt.storage.manifest import Stored, checksum
+from torch_xla_ckpt.storage.manifest import Stored, checksum, foreign
 from torch_xla_ckpt.storage.progress import Progress
 from torch_xla_ckpt.storage.unpickle import METADATA
 
 _READ_BYTES = 32 << 20
+_RANKS_OWN = re.compile(r"__(\d+)" + re.escape(METADATA))
 
 
 @dataclass(frozen=True)
@@ -80,46 +82,61 @@ def verify(
         UnsafeObjectError: ``.metadata`` names something that could run code.
     """
     folder = open_folder(path, storage_options=storage_options)
+    names = folder.names()
+    # Ranks that save without collectives have a checkpoint each in the one folder.
+    own = [int(match[1]) for name in names if (match := _RANKS_OWN.fullmatch(name))]
+    ranks: list[int | None] = [None] if METADATA in names else [*sorted(own)]
+    if not ranks:
+        raise CheckpointError(f"there is no checkpoint in {folder.url}: it has no {METADATA}")
+    reports = [_verify(folder, rank, progress) for rank in ranks]
+    folder.release()
+    return VerifyReport(
+        folder.url,
+        damages=tuple(damage for report in reports for damage in report.damages),
+        incomplete={key: what for report in reports for key, what in report.incomplete.items()},
+        files=sum(report.files for report in reports),
+        bytes_read=sum(report.bytes_read for report in reports),
+        checked_by=reports[0].checked_by,
+    )
+
+
+def _verify(folder: Folder, rank: int | None, progress: bool) -> VerifyReport:
     damages: list[Damage] = []
     try:
-        found = _committed(folder, damages)
-    except FileNotFoundError:
-        raise CheckpointError(f"there is no checkpoint in {folder.url}: it has no {METADATA}") from None
+        found = _committed(folder, rank, damages)
     except CorruptCheckpointError as error:
-        return VerifyReport(folder.url, tuple(damages or error.damages), {}, 0, 0, "xxh3_64")
-    stored = found.metadata.storage_data or {}
+        return VerifyReport(folder.url, error.damages, {}, 0, 0, "xxh3_64")
     by_file: dict[str, list[tuple[str, Stored]]] = defaultdict(list)
-    for index, place in stored.items():
-        item = place if isinstance(place, Stored) else Stored(place.relative_path, place.offset, place.length)
+    for index, place in (found.metadata.storage_data or {}).items():
+        item = place if isinstance(place, Stored) else foreign(place)
         by_file[item.relative_path].append((index.fqn, item))
     sizes = found.manifest.files if found.manifest is not None else {}
+    # Archives of ours have no CRC-32: without their manifest nothing can be checked but that they are there.
+    with_crc = written_by(found.metadata) is None
     read = 0
     with (
         Progress("verifying", lambda: _total(by_file), progress) as bar,
         ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,
     ):
         checks = [
-            pool.submit(
-                _check_file, folder, name, sorted(items, key=lambda entry: entry[1].offset), sizes.get(name), bar
-            )
+            pool.submit(_check_file, folder, name, items, sizes.get(name), with_crc, bar)
             for name, items in sorted(by_file.items())
         ]
         for check in checks:
             bad, nbytes = check.result()
             damages += bad
             read += nbytes
-    folder.release()
     checked_by = "xxh3_64" if found.manifest is not None else "crc32"
     return VerifyReport(folder.url, tuple(damages), _incomplete(found.metadata), len(by_file), read, checked_by)
 
 
-def _committed(folder: Folder, damages: list[Damage]) -> Committed:
+def _committed(folder: Folder, rank: int | None, damages: list[Damage]) -> Committed:
     """What the folder holds. If only one of ``.metadata`` and the manifest is damaged, the other one says what."""
     try:
-        return committed(folder)
+        return committed(folder, rank)
     except CorruptCheckpointError as error:
         try:
-            found = committed(folder, verify=False)
+            found = committed(folder, rank, verify=False)
         except CheckpointError:
             raise error from None
         every_key = tuple(found.metadata.state_dict_metadata)
@@ -132,7 +149,7 @@ def _total(by_file: Mapping[str, Sequence[tuple[str, Stored]]]) -> int:
 
 
 def _check_file(
-    folder: Folder, name: str, items: Sequence[tuple[str, Stored]], size: int | None, bar: Progress
+    folder: Folder, name: str, items: Sequence[tuple[str, Stored]], size: int | None, with_crc: bool, bar: Progress
 ) -> tuple[list[Damage], int]:
     """The damages of one data file, and how many bytes were read."""
     keys = tuple(dict.fromkeys(key for key, _ in items))
@@ -141,25 +158,28 @@ def _check_file(
         actual = folder.size(name)
     except FileNotFoundError:
         return [Damage(name, 0, end, keys, "the file is missing")], 0
+    items = sorted(items, key=lambda entry: entry[1].offset)
     damages: list[Damage] = []
     if size is not None and actual > size:
         damages.append(Damage(name, size, actual, (), "the file has bytes that nobody wrote"))
     read = 0
     for key, item in items:
-        bad, nbytes = _check_item(folder, key, item, actual)
+        bad, nbytes = _check_item(folder, key, item, actual, with_crc)
         damages += bad
         read += nbytes
         bar.advance(item.length)
     return damages, read
 
 
-def _check_item(folder: Folder, key: str, item: Stored, size: int) -> tuple[list[Damage], int]:
+def _check_item(folder: Folder, key: str, item: Stored, size: int, with_crc: bool) -> tuple[list[Damage], int]:
     name, stop = item.relative_path, item.offset + item.length
     if item.checksums is None:
         if size < stop:
             return [Damage(name, min(size, item.offset), stop, (key,), "the file ends before")], 0
+        if not with_crc:
+            return [], 0
         (view,) = folder.view([Window(name, item.offset, stop, ((item.offset, stop),))])
-        problem = _crc_problem(view)
+        problem = _crc_problem(item, view)
         return [Damage(name, item.offset, stop, (key,), problem)] if problem else [], item.length
     damages: list[Damage] = []
     for window, blocks in _windows(item):
@@ -184,8 +204,10 @@ def _windows(item: Stored) -> Iterator[tuple[Window, list[tuple[int, int, bytes]
         yield Window(item.relative_path, start, stop, ((start, stop),)), now
 
 
-def _crc_problem(view: memoryview) -> str | None:
+def _crc_problem(item: Stored, view: memoryview) -> str | None:
     """What is wrong with an item of stock DCP, by the CRC-32 of its records."""
+    if item.transform_descriptors:
+        return None  # compressed or encrypted by an extension of DCP: there is no archive to look into
     try:
         with zipfile.ZipFile(io.BytesIO(view)) as archive:
             record = archive.testzip()

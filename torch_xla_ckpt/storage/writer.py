@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import io
 import json
+import operator
 import os
 import pickle
 import platform
@@ -58,10 +59,11 @@ class Describing(Protocol):
 
 @dataclass(frozen=True)
 class _Place:
-    """What the coordinator tells each process: the save's id and the process's number."""
+    """What the coordinator tells each process: the save's id, the process's number, and its own nonce back."""
 
     save_id: str
     rank: int
+    nonce: str
 
 
 class ShardWriter(StorageWriter):
@@ -103,15 +105,16 @@ class ShardWriter(StorageWriter):
         super().__init__()
         if memory_budget <= 0 or (threads is not None and threads <= 0):
             raise ValueError("memory_budget and threads must be positive")
-        json.dumps(user_metadata)  # raises now what would otherwise fail a save
+        json.dumps(user_metadata, allow_nan=False)  # raises now what would otherwise fail a save
         self._sync = sync
         self._memory_budget = memory_budget
         self._threads = threads
-        self._step = step
+        self._step = None if step is None else operator.index(step)
         self._user_metadata = user_metadata
         self._storage_options = storage_options
         self._progress = progress
         self._own_rank: int | None = None  # of a save without collectives
+        self._nonce = ""  # of the save under way, so that the plan of another one is known
         self._save_id = ""
         self._before: set[str] = set()
         self.reset(path)
@@ -126,16 +129,23 @@ class ShardWriter(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self._folder.make()
-        return plan
+        self._nonce = commit.new_save_id()
+        return replace(plan, storage_data=self._nonce)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self._save_id = commit.new_save_id()
         self._before = commit.remove_leftovers(self._folder, self._own_rank)
         first = self._own_rank or 0
-        return [replace(plan, storage_data=_Place(self._save_id, first + n)) for n, plan in enumerate(plans)]
+        places = (_Place(self._save_id, first + n, plan.storage_data) for n, plan in enumerate(plans))
+        return [replace(plan, storage_data=place) for plan, place in zip(plans, places)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         place: _Place = plan.storage_data
+        if place.nonce != self._nonce:
+            raise CheckpointError(
+                "the planner gave the plan of an earlier save, whose files this one must not touch. Turn its plan "
+                "caching off: DefaultSavePlanner(enable_plan_caching=False)"
+            )
         lanes = _Lanes(
             self._folder, place, self._threads or (8 if self._folder.remote else min(8, os.cpu_count() or 1))
         )
@@ -150,8 +160,8 @@ class ShardWriter(StorageWriter):
     @without_collector
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         stored = {result.index: result.storage_data for own in results for result in own}
-        metadata = _dcp.finished(metadata, stored, self.storage_meta())
-        _require_all(metadata)
+        finished = _dcp.finished(metadata, stored, self.storage_meta())
+        _require_all(finished)
         files: dict[str, int] = {}
         for item in stored.values():
             files[item.relative_path] = max(files.get(item.relative_path, 0), item.offset + item.extent)
@@ -162,13 +172,14 @@ class ShardWriter(StorageWriter):
             step=self._step,
             user_metadata=self._user_metadata,
             software=_software(),
-            metadata=metadata,
+            metadata=finished,
             files=dict(sorted(files.items())),
         )
         places = {index: _dcp.place(item.relative_path, item.offset, item.length) for index, item in stored.items()}
-        pickled = pickle.dumps(replace(metadata, storage_data=places))
+        pickled = pickle.dumps(replace(finished, storage_data=places))
         commit.publish(self._folder, manifest, pickled, self._own_rank)
         commit.remove_replaced(self._folder, self._save_id, self._before, self._own_rank)
+        metadata.storage_data, metadata.storage_meta = places, finished.storage_meta  # it is what ``save`` returns
 
     def _require_files(self, files: Mapping[str, int]) -> None:
         """Show that the coordinator sees what the other processes have written.
