@@ -6,6 +6,7 @@ to them.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import threading
@@ -13,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import fsspec
 import numpy as np
@@ -26,6 +27,8 @@ from torch_xla_ckpt.storage.frame import Bytes
 _REQUEST_BYTES = 16 << 20
 # Requests that failed on the way are made again this often, beside what the fsspec backend does of itself.
 _ATTEMPTS = 3
+# fsspec's protocols without folders.
+_OBJECT_STORES = frozenset(("abfs", "abfss", "adl", "az", "gcs", "gs", "hf", "oci", "oss", "r2", "s3", "s3a"))
 
 
 @dataclass(frozen=True)
@@ -117,8 +120,13 @@ def open_folder(
     if "://" not in text and "::" not in text:
         return LocalFolder(text, sync)
     filesystem, inner = url_to_fs(text, **(storage_options or {}))
-    protocol = filesystem.protocol if isinstance(filesystem.protocol, str) else filesystem.protocol[0]
-    return LocalFolder(inner, sync) if protocol in ("file", "local") else RemoteFolder(text, filesystem, inner)
+    is_local = "file" in _protocols(filesystem)
+    return LocalFolder(inner, sync) if is_local else RemoteFolder(text, filesystem, inner)
+
+
+def _protocols(filesystem: fsspec.AbstractFileSystem) -> tuple[str, ...]:
+    named = filesystem.protocol
+    return (named,) if isinstance(named, str) else tuple(named)
 
 
 def check_inside(name: str) -> None:
@@ -279,10 +287,12 @@ class RemoteFolder:
         self._path = path.rstrip("/")
 
     def make(self) -> None:
-        self._fs.makedirs(self._path, exist_ok=True)
+        # An object store has no folders, and making one there would make a bucket of a misspelt name.
+        if not _OBJECT_STORES.intersection(_protocols(self._fs)):
+            self._fs.makedirs(self._path, exist_ok=True)
 
     def names(self) -> list[str]:
-        self._fs.invalidate_cache(self._path)
+        self._forget_listing()
         try:
             listed = self._fs.ls(self._path, detail=False)
         except FileNotFoundError:
@@ -291,7 +301,7 @@ class RemoteFolder:
 
     def size(self, name: str) -> int:
         check_inside(name)
-        self._fs.invalidate_cache(self._path)
+        self._forget_listing()
         return int(self._fs.info(self._full(name))["size"])
 
     def missing(self, files: Mapping[str, int]) -> list[str]:
@@ -299,6 +309,7 @@ class RemoteFolder:
         return sorted(set(files) - set(self.names()))
 
     def read(self, name: str) -> bytes:
+        self._forget_listing()
         return self._fs.cat_file(self._full(name))
 
     def create(self, name: str) -> _RemoteSink:
@@ -322,16 +333,16 @@ class RemoteFolder:
         buffers = [np.empty(window.stop - window.start, dtype=np.uint8) for window in windows]
         ends = [window.stop - window.start for window in windows]
         requests = [
-            (number, start, min(start + _REQUEST_BYTES, stop))
+            _Request(number, window.name, start, min(start + _REQUEST_BYTES, stop))
             for number, window in enumerate(windows)
             for first, stop in window.parts
             for start in range(first, stop, _REQUEST_BYTES)
         ]
-        for (number, start, stop), data in zip(requests, self._get(windows, requests)):
-            place = start - windows[number].start
-            buffers[number][place : place + len(data)] = np.frombuffer(data, dtype=np.uint8)
-            if len(data) < stop - start:
-                ends[number] = min(ends[number], place + len(data))
+        for request, data in zip(requests, self._get(requests)):
+            place = request.start - windows[request.window].start
+            buffers[request.window][place : place + len(data)] = np.frombuffer(data, dtype=np.uint8)
+            if len(data) < request.stop - request.start:
+                ends[request.window] = min(ends[request.window], place + len(data))
         return [buffer.data[:end] for buffer, end in zip(buffers, ends)]
 
     def forget(self, name: str, start: int, stop: int) -> None:
@@ -340,30 +351,49 @@ class RemoteFolder:
     def release(self) -> None:
         pass
 
-    def _get(self, windows: Sequence[Window], requests: Sequence[tuple[int, int, int]]) -> list[bytes]:
+    def _get(self, requests: Sequence[_Request]) -> list[bytes]:
         """The answers to byte-range requests; those that failed on the way are made again."""
+        self._forget_listing()
         answers: dict[int, bytes] = {}
         for attempt in range(1, _ATTEMPTS + 1):
             asked = [number for number in range(len(requests)) if number not in answers]
             if not asked:
                 break
             got = self._fs.cat_ranges(
-                [self._full(windows[requests[number][0]].name) for number in asked],
-                [requests[number][1] for number in asked],
-                [requests[number][2] for number in asked],
+                [self._full(requests[number].name) for number in asked],
+                [requests[number].start for number in asked],
+                [requests[number].stop for number in asked],
                 on_error="return",
             )
             for number, answer in zip(asked, got):
+                request = requests[number]
                 if isinstance(answer, FileNotFoundError):
-                    raise FileNotFoundError(2, "no such file", windows[requests[number][0]].name)
+                    raise FileNotFoundError(errno.ENOENT, "no such file", request.name)
                 if not isinstance(answer, BaseException):
                     answers[number] = answer
-                elif attempt == _ATTEMPTS or not isinstance(answer, Exception):
+                elif not isinstance(answer, Exception):
+                    raise answer
+                elif self.size(request.name) <= request.start:  # which object stores call an error
+                    answers[number] = b""
+                elif attempt == _ATTEMPTS:
                     raise answer
         return [answers[number] for number in range(len(requests))]
 
+    def _forget_listing(self) -> None:
+        """fsspec remembers what it has listed, and then does not find what others have written since."""
+        self._fs.invalidate_cache(self._path)
+
     def _full(self, name: str) -> str:
         return f"{self._path}/{name}"
+
+
+class _Request(NamedTuple):
+    """Bytes to ask for, and the number of the window they belong to."""
+
+    window: int
+    name: str
+    start: int
+    stop: int
 
 
 class _RemoteSink:

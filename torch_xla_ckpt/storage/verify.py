@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -21,6 +21,7 @@ from torch_xla_ckpt.storage.commit import Committed, committed, written_by
 from torch_xla_ckpt.storage.files import Folder, Window, open_folder
 from torch_xla_ckpt.storage.manifest import Stored, checksum, foreign
 from torch_xla_ckpt.storage.progress import Progress
+from torch_xla_ckpt.storage.ranges import MAX_GAP
 from torch_xla_ckpt.storage.unpickle import METADATA
 
 _READ_BYTES = 32 << 20
@@ -148,6 +149,24 @@ def _total(by_file: Mapping[str, Sequence[tuple[str, Stored]]]) -> int:
     return sum(item.length for items in by_file.values() for _, item in items)
 
 
+class _Span(NamedTuple):
+    """Bytes that are checked together: a block against its checksum, or a whole item of stock DCP."""
+
+    start: int
+    stop: int
+    key: str
+    item: Stored
+    checksum: bytes | None
+    with_crc: bool
+
+    def problem(self, data: memoryview) -> str | None:
+        if len(data) < self.stop - self.start:
+            return "the file ends before"
+        if self.checksum is None:
+            return _crc_problem(self.item, data) if self.with_crc else None
+        return None if checksum(data) == self.checksum else "the bytes do not fit their checksum"
+
+
 def _check_file(
     folder: Folder, name: str, items: Sequence[tuple[str, Stored]], size: int | None, with_crc: bool, bar: Progress
 ) -> tuple[list[Damage], int]:
@@ -158,50 +177,49 @@ def _check_file(
         actual = folder.size(name)
     except FileNotFoundError:
         return [Damage(name, 0, end, keys, "the file is missing")], 0
-    items = sorted(items, key=lambda entry: entry[1].offset)
     damages: list[Damage] = []
     if size is not None and actual > size:
         damages.append(Damage(name, size, actual, (), "the file has bytes that nobody wrote"))
     read = 0
-    for key, item in items:
-        bad, nbytes = _check_item(folder, key, item, actual, with_crc)
-        damages += bad
-        read += nbytes
-        bar.advance(item.length)
+    spans = sorted((span for key, item in items for span in _spans(key, item, with_crc)), key=lambda span: span.start)
+    for window, group in _windows(name, spans):
+        # An object store answers with an error when all that is asked for lies behind the object's end.
+        (view,) = folder.view([window]) if window.start < actual else [memoryview(b"")]
+        for span in group:
+            problem = span.problem(view[span.start - window.start : span.stop - window.start])
+            if problem is not None:
+                damages.append(Damage(name, span.start, span.stop, (span.key,), problem))
+        read += len(view)
+        bar.advance(len(view))
+        del view
+        folder.forget(name, window.start, window.stop)
     return damages, read
 
 
-def _check_item(folder: Folder, key: str, item: Stored, size: int, with_crc: bool) -> tuple[list[Damage], int]:
-    name, stop = item.relative_path, item.offset + item.length
-    if item.checksums is None:
-        if size < stop:
-            return [Damage(name, min(size, item.offset), stop, (key,), "the file ends before")], 0
-        if not with_crc:
-            return [], 0
-        (view,) = folder.view([Window(name, item.offset, stop, ((item.offset, stop),))])
-        problem = _crc_problem(item, view)
-        return [Damage(name, item.offset, stop, (key,), problem)] if problem else [], item.length
-    damages: list[Damage] = []
-    for window, blocks in _windows(item):
-        (view,) = folder.view([window]) if window.start < size else (memoryview(b""),)
-        for start, stop, expected in blocks:
-            if window.start + len(view) < stop:
-                damages.append(Damage(name, start, stop, (key,), "the file ends before"))
-            elif checksum(view[start - window.start : stop - window.start]) != expected:
-                damages.append(Damage(name, start, stop, (key,), "the bytes do not fit their checksum"))
-        del view
-    folder.forget(name, item.offset, item.offset + item.extent)
-    return damages, item.extent
+def _spans(key: str, item: Stored, with_crc: bool) -> Iterator[_Span]:
+    if item.checksums is not None:
+        for number in range(item.blocks):
+            start, stop, expected = item.block(number)
+            yield _Span(start, stop, key, item, expected, with_crc)
+    else:
+        yield _Span(item.offset, item.offset + item.length, key, item, None, with_crc)
 
 
-def _windows(item: Stored) -> Iterator[tuple[Window, list[tuple[int, int, bytes]]]]:
-    """An item's blocks, some at a time."""
-    blocks = [item.block(number) for number in range(item.blocks)]
-    while blocks:
-        last = next((n for n, block in enumerate(blocks) if block[1] - blocks[0][0] >= _READ_BYTES), len(blocks) - 1)
-        now, blocks = blocks[: last + 1], blocks[last + 1 :]
-        start, stop = now[0][0], now[-1][1]
-        yield Window(item.relative_path, start, stop, ((start, stop),)), now
+def _windows(name: str, spans: Sequence[_Span]) -> Iterator[tuple[Window, list[_Span]]]:
+    """Neighbouring spans, some at a time."""
+    group: list[_Span] = []
+    for span in spans:
+        if group and (span.start - group[-1].stop > MAX_GAP or span.stop - group[0].start > _READ_BYTES):
+            yield _window(name, group), group
+            group = []
+        group.append(span)
+    if group:
+        yield _window(name, group), group
+
+
+def _window(name: str, group: Sequence[_Span]) -> Window:
+    start, stop = group[0].start, max(span.stop for span in group)
+    return Window(name, start, stop, ((start, stop),))
 
 
 def _crc_problem(item: Stored, view: memoryview) -> str | None:
