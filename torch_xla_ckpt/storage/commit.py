@@ -184,6 +184,7 @@ def remove_leftovers(folder: Folder, rank: int | None = None) -> set[str]:
     Returns:
         The files that the checkpoint now there consists of, which the next commit replaces.
     """
+    folder.abort_uploads(lambda name: _is_ours(name, rank))
     names = set(folder.names())
     try:
         needed = _needed(folder, rank, names)

@@ -7,10 +7,11 @@ to them.
 from __future__ import annotations
 
 import errno
+import logging
 import mmap
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from fsspec.core import url_to_fs
 
 from torch_xla_ckpt.errors import UnsafeObjectError
 from torch_xla_ckpt.storage.frame import Bytes
+
+logger = logging.getLogger(__name__)
 
 # A remote read is cut into requests of this many bytes, which run at the same time.
 _REQUEST_BYTES = 16 << 20
@@ -91,6 +94,9 @@ class Folder(Protocol):
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove files; those that are gone already are fine."""
+
+    def abort_uploads(self, of: Callable[[str], bool]) -> None:
+        """Drop what dead processes have uploaded of files with such names, which nobody sees but the bill."""
 
     def view(self, windows: Sequence[Window]) -> list[memoryview]:
         """The bytes of each window; shorter where the file ends before.
@@ -207,6 +213,9 @@ class LocalFolder:
         for name in names:
             with suppress(FileNotFoundError):
                 os.unlink(self._path / name)
+
+    def abort_uploads(self, of: Callable[[str], bool]) -> None:
+        pass
 
     def view(self, windows: Sequence[Window]) -> list[memoryview]:
         return [memoryview(self._map(window.name) or b"")[window.start : window.stop] for window in windows]
@@ -325,6 +334,19 @@ class RemoteFolder:
         if names:
             with suppress(FileNotFoundError):
                 self._fs.rm([self._full(name) for name in names])
+
+    def abort_uploads(self, of: Callable[[str], bool]) -> None:
+        call = getattr(self._fs, "call_s3", None)  # other stores drop them by themselves
+        if call is None:
+            return
+        bucket, _, folder = self._path.partition("/")
+        try:
+            found = call("list_multipart_uploads", Bucket=bucket, Prefix=f"{folder}/" if folder else "")
+            for upload in found.get("Uploads", ()):
+                if of(upload["Key"].rpartition("/")[2]):
+                    call("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+        except Exception as error:  # it may not be allowed; nothing is lost but a little money
+            logger.info("unfinished uploads in %s were not looked for: %s", self.url, error)
 
     def view(self, windows: Sequence[Window]) -> list[memoryview]:
         for window in windows:
