@@ -184,7 +184,7 @@ def remove_leftovers(folder: Folder, rank: int | None = None) -> set[str]:
     Returns:
         The files that the checkpoint now there consists of, which the next commit replaces.
     """
-    folder.abort_uploads(lambda name: _is_ours(name, rank))
+    folder.abort_uploads(lambda name: bool(_OURS.fullmatch(name)) and _is_own(name, rank))
     names = set(folder.names())
     try:
         needed = _needed(folder, rank, names)
@@ -193,7 +193,10 @@ def remove_leftovers(folder: Folder, rank: int | None = None) -> set[str]:
             "what lies in %s is kept until the next commit, because it cannot be read: %s", folder.url, error
         )
         return set()
-    folder.remove(sorted(name for name in names - needed if _is_ours(name, rank)))
+    if _committed_by_us(folder, rank):
+        folder.remove(sorted(_of_checkpoints(names, rank) - needed))
+    else:  # files named as stock DCP names them may be what stock DCP is just about to commit
+        folder.remove(sorted(name for name in names - needed if _OURS.fullmatch(name) and _is_own(name, rank)))
     return needed
 
 
@@ -203,8 +206,9 @@ def remove_replaced(folder: Folder, save_id: str, before: Collection[str], rank:
     The new checkpoint is safe by now, so what goes wrong here is only logged.
     """
     try:
-        old = {name for name in folder.names() if name in before or _is_ours(name, rank)}
-        folder.remove(sorted(name for name in old if save_id not in name and name != metadata_name(rank)))
+        names = set(folder.names())
+        old = _of_checkpoints(names, rank) | (names & set(before))
+        folder.remove(sorted(name for name in old if save_id not in name))
     except Exception as error:
         logger.warning(
             "the checkpoint in %s is saved, but files of an older one could not be removed (%s: %s). The next save "
@@ -215,10 +219,40 @@ def remove_replaced(folder: Folder, save_id: str, before: Collection[str], rank:
         )
 
 
-def _is_ours(name: str, rank: int | None) -> bool:
-    """Whether a file was written by a save like this one; a rank that saves by itself has only its own."""
-    match = _OURS.fullmatch(name)
-    return match is not None and (rank is None or name.startswith((f"__{rank}_", f"__{rank}.")))
+def withdraw(folder: Folder, save_id: str, files: Collection[str], rank: int | None = None) -> None:
+    """After a save that failed: remove what it wrote, unless it is committed all the same."""
+    try:
+        seal = _seal(folder.read(metadata_name(rank)))
+        committed = seal is not None and seal.save_id == save_id
+    except FileNotFoundError:
+        committed = False
+    if not committed:
+        folder.remove([*files, manifest_name(save_id), f"{metadata_name(rank)}-{save_id}.tmp"])
+
+
+def _of_checkpoints(names: Collection[str], rank: int | None) -> set[str]:
+    """Those of ``names`` that are data or manifests of checkpoints, ours or stock DCP's.
+
+    Ranks that have saved by themselves have checkpoints of their own in the folder, which only they replace.
+    """
+    others = any(re.fullmatch(r"__\d+\.metadata", name) for name in names)
+    return {
+        name
+        for name in names
+        if _is_own(name, rank) and (_OURS.fullmatch(name) or (_STOCK.fullmatch(name) and not others))
+    }
+
+
+def _is_own(name: str, rank: int | None) -> bool:
+    """Whether a save may see to this file; a rank that saves by itself has only its own."""
+    return rank is None or name.startswith((f"__{rank}_", f"__{rank}."))
+
+
+def _committed_by_us(folder: Folder, rank: int | None) -> bool:
+    try:
+        return _seal(folder.read(metadata_name(rank))) is not None
+    except FileNotFoundError:
+        return False
 
 
 def _needed(folder: Folder, rank: int | None, names: Collection[str]) -> set[str]:

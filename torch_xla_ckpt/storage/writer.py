@@ -15,7 +15,7 @@ import pickle
 import platform
 import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata as distributions
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import xxhash
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -152,7 +152,11 @@ class ShardWriter(StorageWriter):
         budget = _Budget(self._memory_budget)
         with Progress("saving", lambda: sum(map(_size, plan.items)), self._progress) as progress:
             written = _write(plan.items, planner, lanes, budget, progress)
-        self._folder.flush()
+        try:
+            self._folder.flush()
+        except BaseException:
+            self._folder.remove(list(_files(result.storage_data for result in written)))
+            raise
         done: Future[list[WriteResult]] = Future()
         done.set_result(written)
         return done
@@ -161,10 +165,18 @@ class ShardWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         stored = {result.index: result.storage_data for own in results for result in own}
         finished = _dcp.finished(metadata, stored, self.storage_meta())
+        files = _files(stored.values())
+        try:
+            self._commit(finished, stored, files)
+        except BaseException:
+            with suppress(Exception):  # what went wrong before is the error to report
+                commit.withdraw(self._folder, self._save_id, files, self._own_rank)
+            raise
+        commit.remove_replaced(self._folder, self._save_id, self._before, self._own_rank)
+        metadata.storage_data, metadata.storage_meta = _places(stored), finished.storage_meta  # ``save`` returns it
+
+    def _commit(self, finished: Metadata, stored: Mapping[MetadataIndex, Stored], files: Mapping[str, int]) -> None:
         _require_all(finished)
-        files: dict[str, int] = {}
-        for item in stored.values():
-            files[item.relative_path] = max(files.get(item.relative_path, 0), item.offset + item.extent)
         self._require_files(files)
         manifest = Manifest(
             save_id=self._save_id,
@@ -175,11 +187,8 @@ class ShardWriter(StorageWriter):
             metadata=finished,
             files=dict(sorted(files.items())),
         )
-        places = {index: _dcp.place(item.relative_path, item.offset, item.length) for index, item in stored.items()}
-        pickled = pickle.dumps(replace(finished, storage_data=places))
+        pickled = pickle.dumps(replace(finished, storage_data=_places(stored)))
         commit.publish(self._folder, manifest, pickled, self._own_rank)
-        commit.remove_replaced(self._folder, self._save_id, self._before, self._own_rank)
-        metadata.storage_data, metadata.storage_meta = places, finished.storage_meta  # it is what ``save`` returns
 
     def _require_files(self, files: Mapping[str, int]) -> None:
         """Show that the coordinator sees what the other processes have written.
@@ -460,6 +469,19 @@ def _require_all(metadata: Metadata) -> None:
             + ". The planner gave them to nobody; save with SPMDSavePlanner or DCP's own",
             keys=tuple(lost),
         )
+
+
+def _files(stored: Iterable[Stored]) -> dict[str, int]:
+    """The data files that items lie in, with their sizes."""
+    files: dict[str, int] = {}
+    for item in stored:
+        files[item.relative_path] = max(files.get(item.relative_path, 0), item.offset + item.extent)
+    return files
+
+
+def _places(stored: Mapping[MetadataIndex, Stored]) -> dict[MetadataIndex, Any]:
+    """Where items lie, as stock DCP records it."""
+    return {index: _dcp.place(item.relative_path, item.offset, item.length) for index, item in stored.items()}
 
 
 def _software() -> dict[str, str]:
