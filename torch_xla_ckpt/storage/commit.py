@@ -31,6 +31,7 @@ _OURS = re.compile(
     r"(?:__\d+_\d+-[0-9a-f]{16}\.distcp|manifest-[0-9a-f]{16}\.json|(?:__\d+)?\.metadata-[0-9a-f]{16}\.tmp)"
 )
 _STOCK = re.compile(r"__\d+_\d+\.distcp")
+_METADATA = re.compile(r"(?:__\d+)?\.metadata")
 _SEAL = re.compile(rb"\ntorch_xla_ckpt ([0-9a-f]{16}) ([0-9a-f]{16}) ([0-9a-f]{16})\n")
 _SEAL_BYTES = len("\ntorch_xla_ckpt \n") + 3 * 16 + 2
 _OWN_BYTES = 16 + len("\n")  # the checksum of all that comes before it
@@ -182,22 +183,31 @@ def remove_leftovers(folder: Folder, rank: int | None = None) -> set[str]:
     """Before a save: remove files of earlier saves that broke off, so that they cannot fill the disk.
 
     Returns:
-        The files that the checkpoint now there consists of, which the next commit replaces.
+        The files of what is there now, which the next commit replaces.
+
+    Raises:
+        CheckpointError: a rank would save by itself into the checkpoint of all ranks, and no reader would see it.
     """
     folder.abort_uploads(lambda name: bool(_OURS.fullmatch(name)) and _is_own(name, rank))
     names = set(folder.names())
+    holders = {name for name in names if _METADATA.fullmatch(name)}
+    if rank is not None and METADATA in holders:
+        raise CheckpointError(
+            f"{folder.url} holds a checkpoint of all ranks, which readers prefer to what one rank saves by itself. "
+            "Save without collectives into another folder"
+        )
     try:
-        needed = _needed(folder, rank, names)
+        needed = {holder: _needed(folder, holder, names) for holder in holders}
     except CheckpointError as error:
         logger.warning(
             "what lies in %s is kept until the next commit, because it cannot be read: %s", folder.url, error
         )
         return set()
-    if _committed_by_us(folder, rank):
-        folder.remove(sorted(_of_checkpoints(names, rank) - needed))
-    else:  # files named as stock DCP names them may be what stock DCP is just about to commit
-        folder.remove(sorted(name for name in names - needed if _OURS.fullmatch(name) and _is_own(name, rank)))
-    return needed
+    in_use = set().union(*needed.values())
+    # Beside a checkpoint of stock DCP, files named as its are may be what it is just about to commit.
+    ours = holders == {METADATA} and _seal(folder.read(METADATA)) is not None
+    folder.remove(sorted(_of_checkpoints(names, rank, stock=ours) - in_use))
+    return needed.get(metadata_name(rank), set()) if rank is not None else in_use | (holders - {METADATA})
 
 
 def remove_replaced(folder: Folder, save_id: str, before: Collection[str], rank: int | None = None) -> None:
@@ -207,7 +217,7 @@ def remove_replaced(folder: Folder, save_id: str, before: Collection[str], rank:
     """
     try:
         names = set(folder.names())
-        old = _of_checkpoints(names, rank) | (names & set(before))
+        old = _of_checkpoints(names, rank, stock=rank is None) | (names & set(before))
         folder.remove(sorted(name for name in old if save_id not in name))
     except Exception as error:
         logger.warning(
@@ -230,16 +240,10 @@ def withdraw(folder: Folder, save_id: str, files: Collection[str], rank: int | N
         folder.remove([*files, manifest_name(save_id), f"{metadata_name(rank)}-{save_id}.tmp"])
 
 
-def _of_checkpoints(names: Collection[str], rank: int | None) -> set[str]:
-    """Those of ``names`` that are data or manifests of checkpoints, ours or stock DCP's.
-
-    Ranks that have saved by themselves have checkpoints of their own in the folder, which only they replace.
-    """
-    others = any(re.fullmatch(r"__\d+\.metadata", name) for name in names)
+def _of_checkpoints(names: Collection[str], rank: int | None, *, stock: bool) -> set[str]:
+    """Those of ``names`` that are data, manifests or temporary files of ours, or also data of stock DCP."""
     return {
-        name
-        for name in names
-        if _is_own(name, rank) and (_OURS.fullmatch(name) or (_STOCK.fullmatch(name) and not others))
+        name for name in names if (_OURS.fullmatch(name) and _is_own(name, rank)) or (stock and _STOCK.fullmatch(name))
     }
 
 
@@ -248,23 +252,22 @@ def _is_own(name: str, rank: int | None) -> bool:
     return rank is None or name.startswith((f"__{rank}_", f"__{rank}."))
 
 
-def _committed_by_us(folder: Folder, rank: int | None) -> bool:
-    try:
-        return _seal(folder.read(metadata_name(rank))) is not None
-    except FileNotFoundError:
-        return False
+def _needed(folder: Folder, holder: str, names: Collection[str]) -> set[str]:
+    """Those of ``names`` that the checkpoint of this ``.metadata`` consists of.
 
-
-def _needed(folder: Folder, rank: int | None, names: Collection[str]) -> set[str]:
-    """Those of ``names`` that the committed checkpoint consists of."""
-    try:
-        data = folder.read(metadata_name(rank))
-    except FileNotFoundError:
-        return set()
+    Raises:
+        CheckpointError: that cannot be told.
+    """
+    data = folder.read(holder)
     seal = _seal(data)
     if seal is not None:
+        if not seal.fits:
+            raise _corrupt(holder, data, "it does not fit its checksum")
         return {name for name in names if seal.save_id in name}
-    stored = read_metadata(data, metadata_name(rank)).storage_data
+    metadata = read_metadata(data, holder)
+    if written_by(metadata):
+        raise _corrupt(holder, data, "the line that leads to its manifest is damaged")
+    stored = metadata.storage_data
     places = stored.values() if isinstance(stored, dict) else ()
     named = {name for place in places if isinstance(name := getattr(place, "relative_path", None), str)}
     # Never a file that only claims to be part of a checkpoint.

@@ -366,7 +366,7 @@ def _write(
         failures.append(error)
         budget.fail()
 
-    def work() -> None:
+    def work(ended: threading.Event) -> None:
         lane: _Lane | None = None
         try:
             for batch in iter(jobs.get, None):
@@ -383,19 +383,22 @@ def _write(
                 lane.close()
         except BaseException as error:
             fail(error)
+        finally:
+            ended.set()
 
-    threads = [threading.Thread(target=work, name=f"ShardWriter-{n}") for n in range(lanes.count)]
-    for thread in threads:
-        thread.start()
+    # Events, because Python takes a thread for ended when an interrupt breaks off join().
+    ends = [threading.Event() for _ in range(lanes.count)]
+    for number, ended in enumerate(ends):
+        threading.Thread(target=work, args=(ended,), name=f"ShardWriter-{number}").start()
     try:
         for batch in _batches(items, planner, budget):
             jobs.put(batch)
-        _end(threads, jobs)
+        _end(ends, jobs)
     except _Failed:
         pass
     except BaseException as error:  # KeyboardInterrupt too: no thread may go on writing
         fail(error)
-    _end(threads, jobs)
+    _end(ends, jobs)
     if failures:
         for lane in opened:
             lane.abandon()
@@ -403,12 +406,12 @@ def _write(
     return results
 
 
-def _end(threads: Sequence[threading.Thread], jobs: queue.SimpleQueue[list[_Job] | None]) -> None:
+def _end(ends: Sequence[threading.Event], jobs: queue.SimpleQueue[list[_Job] | None]) -> None:
     """Let the threads finish what is queued."""
-    for _ in threads:
+    for _ in ends:
         jobs.put(None)
-    for thread in threads:
-        thread.join()
+    for ended in ends:
+        ended.wait()
 
 
 def _batches(items: Sequence[WriteItem], planner: SavePlanner, budget: _Budget) -> Iterator[list[_Job]]:
