@@ -599,7 +599,7 @@ def test_a_truncated_file_is_an_error_of_ours(tmp_path):
     (file,) = tmp_path.glob("*.distcp")
     file.write_bytes(file.read_bytes()[:-5000])
     target = {"t": put(torch.zeros(64, 64), mesh((4, 2)), ("a", "b"))}
-    with pytest.raises(xc.CorruptCheckpointError, match="'t'.*the file ends before"):
+    with pytest.raises(xc.CorruptCheckpointError, match=r"'t'.*the file ends before"):
         xc.load(target, tmp_path)
     assert holds(target["t"], torch.zeros(64, 64))
 

@@ -47,7 +47,7 @@ class LoadReport:
 
 def _size(nbytes: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
+        if nbytes < 999.5:  # three digits, or the format would resort to exponents
             return f"{nbytes:.3g} {unit}"
         nbytes /= 1024
     return f"{nbytes:.3g} TiB"

@@ -24,6 +24,10 @@ class HostAccess:
             raise CheckpointError("a ShardedTensor cannot be saved or loaded. Use DTensor, which replaces it in torch")
         if tensor.device.type == "meta":
             raise CheckpointError("a tensor on the meta device has no data. Give it a device first (module.to_empty)")
+        if tensor.layout != torch.strided:
+            raise CheckpointError(
+                "a sparse tensor cannot be saved or loaded. Use its indices and values, or tensor.to_dense()"
+            )
         if not isinstance(tensor, DTensor):
             return _whole(tuple(tensor.shape), tensor.dtype, str(tensor.device))
         box = _dcp.dtensor_box(tensor)

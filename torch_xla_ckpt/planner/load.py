@@ -27,8 +27,9 @@ from torch_xla_ckpt.planner.tree import Leaf, flatten
 
 logger = logging.getLogger(__name__)
 
-# Replicated tensors are uploaded by the next sync and held on the host until then: sync after this many bytes.
-_UPLOAD_BYTES = 256 << 20
+# Buffers stay on the host until they have been uploaded, those of replicated tensors until the next sync. So sync, and
+# wait, after this many bytes.
+_UPLOAD_BYTES = 64 << 20
 
 
 class SPMDLoadPlanner(LoadPlanner):
@@ -66,6 +67,7 @@ class SPMDLoadPlanner(LoadPlanner):
         self._trust_pickle = trust_pickle
         self._access_of = access
         self._lock = threading.Lock()
+        self._putting = threading.Lock()
         self.planned_at = 0.0  # when planning was done, by time.perf_counter
         self.put_seconds = 0.0  # spent since then on handing tensors to their devices
 
@@ -160,6 +162,7 @@ class SPMDLoadPlanner(LoadPlanner):
             target.waiting -= 1
             if target.waiting:
                 return
+        with self._putting:  # by one thread at a time, while others read on
             start = time.perf_counter()
             self._uploading += target.put()
             self._unfinished -= 1

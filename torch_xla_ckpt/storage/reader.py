@@ -11,8 +11,10 @@ import io
 import math
 import os
 import pickle
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -44,7 +46,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @runtime_checkable
 class Adopting(Protocol):
-    """A planner that can take a tensor as it was read, instead of having it copied into a buffer."""
+    """A planner that can take a tensor as it was read, instead of having it copied into a buffer.
+
+    ``resolve_tensor`` and ``adopt`` are called from several threads, while another commits.
+    """
 
     def adopt(self, read_item: ReadItem, tensor: torch.Tensor) -> bool:
         """Take the memory of ``tensor`` for what ``read_item`` asks for, or decline."""
@@ -361,6 +366,8 @@ class _Reading:
         self._adopting = adopting
         self._verify = verify
         self._stats = stats
+        # Planners of others know of no threads: one call at a time.
+        self._planning: AbstractContextManager[Any] = threading.Lock() if adopting is None else nullcontext()
 
     def run(self, jobs: Iterator[_Job], threads: int, budget: int, progress: Progress) -> None:
         """Read in threads, commit here."""
@@ -391,10 +398,11 @@ class _Reading:
     def _commit(self, job: _Job, ready: Sequence[_Ready], progress: Progress) -> int:
         """Hand over what a job has read; returns the host bytes of tensors that are complete by now."""
         for one in ready:
-            if isinstance(one.value, io.BytesIO):
-                self._planner.load_bytes(one.item, one.value)
-            else:
-                self._planner.commit_tensor(one.item, one.value)
+            with self._planning:
+                if isinstance(one.value, io.BytesIO):
+                    self._planner.load_bytes(one.item, one.value)
+                else:
+                    self._planner.commit_tensor(one.item, one.value)
         self._stats.bytes_read += job.bytes_read
         complete = 0
         for group, piece in job.pieces:
@@ -420,8 +428,10 @@ class _Reading:
             if wanted:
                 self._check(piece, wanted, windows[number], views[number])
                 ready += self._fill(piece, windows[number].start, views[number])
+            elif piece.saved is None:  # an object of no bytes
+                ready += [_Ready(read, io.BytesIO()) for read in piece.reads]
             else:
-                ready += [_Ready(read, self._planner.resolve_tensor(read)) for read in piece.reads]
+                ready += [_Ready(read, self._resolve(read)) for read in piece.reads]
         return ready
 
     def _check(self, piece: _Piece, wanted: Sequence[Range], window: Window, view: memoryview) -> None:
@@ -472,16 +482,17 @@ class _Reading:
         except Exception as error:
             raise CheckpointError(
                 f"cannot read {piece.key!r}: it was written through the DCP extensions {', '.join(extensions)} "
-                f"({type(error).__name__}: {error}). Register them with DCP's ExtensionRegistry"
+                f"({type(error).__name__}: {error}). Read it with DCP's FileSystemReader and its _extension_registry"
             ) from error
 
     def _direct(self, read: ReadItem, source: _Chunk) -> torch.Tensor:
         if self._adopting is not None and source.nbytes >= _ADOPT_BYTES and source.is_all_of(read):
             whole = source.tensor()
-            if whole is not None and self._adopting.adopt(read, whole):
-                return whole
+            with self._planning:
+                if whole is not None and self._adopting.adopt(read, whole):
+                    return whole
         target = self._resolve(read)
-        if target.device.type == "cpu" and target.dtype == source.dtype and target.layout == torch.strided:
+        if _is_plain(target) and target.dtype == source.dtype:
             # numpy, because torch would start its threads for every copy, beside ours.
             np.copyto(_as_bits(target), source.region(read), casting="no")
         elif target.numel():
@@ -490,14 +501,15 @@ class _Reading:
 
     def _copied(self, read: ReadItem, part: torch.Tensor) -> torch.Tensor:
         target = self._resolve(read)
-        if target.device.type == "cpu" and target.dtype == part.dtype:
+        if _is_plain(target) and _is_plain(part) and target.dtype == part.dtype:
             np.copyto(_as_bits(target), _as_bits(part), casting="no")
         else:
             target.copy_(part)
         return target
 
     def _resolve(self, read: ReadItem) -> torch.Tensor:
-        target = self._planner.resolve_tensor(read).detach()
+        with self._planning:
+            target = self._planner.resolve_tensor(read).detach()
         if target.shape != read.lengths:
             raise CheckpointError(
                 f"the planner gave a buffer of shape {tuple(target.shape)} for a region of shape "
@@ -557,6 +569,12 @@ def _bits(dtype: torch.dtype) -> Any:
     return np.dtype(np.complex128) if dtype.itemsize == 16 else np.dtype(f"i{dtype.itemsize}".replace("i1", "u1"))
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's memory on the host is what it shows."""
+    on_host = tensor.device.type == "cpu" and tensor.layout == torch.strided
+    return on_host and not (tensor.is_conj() or tensor.is_neg())
+
+
 def _as_bits(tensor: torch.Tensor) -> Any:
     """A host tensor's memory as an array of bits."""
     if tensor.itemsize == 16:
@@ -577,16 +595,28 @@ def _unpickled(piece: _Piece, stream: io.BytesIO) -> torch.Tensor:
         archive.check(stream)
         tensor = torch.load(stream, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
+        names = _unsafe_names(stream)
+        what = ", ".join(names) or str(error).strip().splitlines()[0]
         raise UnsafeObjectError(
             f"refused to load {piece.key!r}: the tensor's item in {stored.relative_path} names something that could "
-            f"run code ({str(error).strip().splitlines()[-1]}). No tensor needs that; do not use this checkpoint",
+            f"run code ({what}). Only a tensor of a subclass needs that: if you know it, pass it to "
+            "torch.serialization.add_safe_globals; else do not use this checkpoint",
             key=piece.key,
+            types=names,
         ) from error
     except Exception as error:
         raise _foreign_damage(piece, f"no complete torch.save archive ({type(error).__name__})") from error
     if not isinstance(tensor, torch.Tensor) or (tensor.shape, tensor.device.type) != (piece.shape, "cpu"):
         raise _foreign_damage(piece, f"no tensor of shape {tuple(piece.shape)}")
     return tensor.detach()
+
+
+def _unsafe_names(stream: io.BytesIO) -> list[str]:
+    stream.seek(0)
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(stream))
+    except Exception:  # it is only for the message
+        return []
 
 
 def _foreign_damage(piece: _Piece, what: str) -> CorruptCheckpointError:

@@ -146,7 +146,8 @@ def _committed(folder: Folder, rank: int | None, damages: list[Damage]) -> Commi
 
 
 def _total(by_file: Mapping[str, Sequence[tuple[str, Stored]]]) -> int:
-    return sum(item.length for items in by_file.values() for _, item in items)
+    every = (item for items in by_file.values() for _, item in items)
+    return sum(item.length if item.checksums is None else item.extent for item in every)
 
 
 class _Span(NamedTuple):
@@ -190,7 +191,7 @@ def _check_file(
             if problem is not None:
                 damages.append(Damage(name, span.start, span.stop, (span.key,), problem))
         read += len(view)
-        bar.advance(len(view))
+        bar.advance(sum(span.stop - span.start for span in group))
         del view
         folder.forget(name, window.start, window.stop)
     return damages, read

@@ -444,7 +444,10 @@ def _batches(items: Sequence[WriteItem], planner: SavePlanner, budget: _Budget) 
 
 def _put(job: _Job, lane: _Lane, progress: Progress) -> WriteResult:
     if isinstance(job.data, torch.Tensor):
-        parts, data = item_of(job.data)
+        try:
+            parts, data = item_of(job.data)
+        except CheckpointError as error:
+            raise CheckpointError(f"{job.item.index.fqn!r}: {error}") from error
     else:
         parts, data = (job.data.getbuffer(),), None
     stored = lane.append(parts, data, job.sharding)
