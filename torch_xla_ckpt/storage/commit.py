@@ -230,7 +230,12 @@ def remove_replaced(folder: Folder, save_id: str, before: Collection[str], rank:
 
 
 def withdraw(folder: Folder, save_id: str, files: Collection[str], rank: int | None = None) -> None:
-    """After a save that failed: remove what it wrote, unless it is committed all the same."""
+    """After a save that failed: remove what it wrote, unless it is committed all the same.
+
+    An object store may still carry out a put whose answer was lost, so there it is left to the next save.
+    """
+    if folder.remote:
+        return
     try:
         seal = _seal(folder.read(metadata_name(rank)))
         committed = seal is not None and seal.save_id == save_id

@@ -275,7 +275,8 @@ class _LocalSink:
             self._close()
 
     def abandon(self) -> None:
-        self._close()
+        with suppress(OSError):
+            self._close()
         with suppress(OSError):  # it is named after a save that is never committed; the next one removes it
             os.unlink(self._path)
 
