@@ -256,13 +256,15 @@ def test_a_save_touches_nothing_that_is_not_its_own(place, bucket):
     neighbour.save(host_state(5, 1))
     bucket["run/step-1/notes.txt"] = b"do not lose me"
     bucket["run/step-1/more/.metadata"] = b"nor me"
-    create, ours = bucket.server.client.create_multipart_upload, set(bucket.objects())
-    for key in ("elsewhere/big", "run/step-10/__0_0-0123456789abcdef.distcp", "run/step-1/notes.bin"):
-        create(Bucket=bucket.name, Key=key)
+    data = "__0_0-0123456789abcdef.distcp"
+    bucket[f"run/step-1/more/{data}"] = b"nor me"
+    others = set(bucket.objects())
+    for key in ("elsewhere/big", f"run/step-10/{data}", f"run/step-1/more/{data}", "run/step-1/notes.bin"):
+        bucket.server.client.create_multipart_upload(Bucket=bucket.name, Key=key)
     pending = bucket.pending()
     for seed in (0, 1):
         place.save(host_state(seed))
-    assert ours <= set(bucket.objects()) and bucket.pending() == pending
+    assert others <= set(bucket.objects()) and bucket.pending() == pending
     assert neighbour.has(host_state(5, 1)) and place.has(host_state(1))
 
 

@@ -342,9 +342,10 @@ class RemoteFolder:
             return
         bucket, _, folder = self._path.partition("/")
         try:
-            found = call("list_multipart_uploads", Bucket=bucket, Prefix=f"{folder}/" if folder else "")
+            prefix = f"{folder}/" if folder else ""
+            found = call("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
             for upload in found.get("Uploads", ()):
-                if of(upload["Key"].rpartition("/")[2]):
+                if of(upload["Key"].removeprefix(prefix)):  # and not what lies in folders below
                     call("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
         except Exception as error:  # it may not be allowed; nothing is lost but a little money
             logger.info("unfinished uploads in %s were not looked for: %s", self.url, error)

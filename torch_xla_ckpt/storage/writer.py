@@ -387,10 +387,12 @@ def _write(
             ended.set()
 
     # Events, because Python takes a thread for ended when an interrupt breaks off join().
-    ends = [threading.Event() for _ in range(lanes.count)]
-    for number, ended in enumerate(ends):
-        threading.Thread(target=work, args=(ended,), name=f"ShardWriter-{number}").start()
+    ends: list[threading.Event] = []
     try:
+        for number in range(lanes.count):
+            ended = threading.Event()
+            threading.Thread(target=work, args=(ended,), name=f"ShardWriter-{number}").start()
+            ends.append(ended)
         for batch in _batches(items, planner, budget):
             jobs.put(batch)
         _end(ends, jobs)
