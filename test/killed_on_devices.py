@@ -1,0 +1,32 @@
+"""A program that saves XLA tensors twice and is killed during the second save: killed_on_devices.py FOLDER BLOW."""
+
+import json
+import sys
+from pathlib import Path
+
+import conftest  # noqa: F401  sets up the devices before torch_xla is imported
+from crashing import NEW, OLD, part
+from meshes import mesh, put
+from trap import Blow, Trap
+
+import torch_xla_ckpt as xc
+from torch_xla_ckpt.storage import files
+
+SPECS = {"large": (("a", "b"), None), "own0": ("a", "b"), "small": ("b", None)}
+
+
+def on_devices(state, shape):
+    on = mesh(shape)
+    model = {key: put(host, on, SPECS.get(key)) for key, host in state["model"].items()}
+    return {**state, "model": model}
+
+
+def main(folder, blow):
+    folder = Path(folder)
+    xc.save(on_devices(part(OLD), (4, 2)), folder / "checkpoint")
+    files.os = Trap(folder / "notes", Blow(**json.loads(blow)))
+    xc.save(on_devices(part(NEW), (4, 2)), folder / "checkpoint")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
