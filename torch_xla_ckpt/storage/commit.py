@@ -196,6 +196,8 @@ def remove_leftovers(folder: Folder, rank: int | None = None) -> set[str]:
             f"{folder.url} holds a checkpoint of all ranks, which readers prefer to what one rank saves by itself. "
             "Save without collectives into another folder"
         )
+    if rank is not None:
+        holders &= {metadata_name(rank)}
     try:
         needed = {holder: _needed(folder, holder, names) for holder in holders}
     except CheckpointError as error:
@@ -206,7 +208,10 @@ def remove_leftovers(folder: Folder, rank: int | None = None) -> set[str]:
     in_use = set().union(*needed.values())
     # Beside a checkpoint of stock DCP, files named as its are may be what it is just about to commit.
     ours = holders == {METADATA} and _seal(folder.read(METADATA)) is not None
-    folder.remove(sorted(_of_checkpoints(names, rank, stock=ours) - in_use))
+    try:
+        folder.remove(sorted(_of_checkpoints(names, rank, stock=ours) - in_use))
+    except OSError as error:
+        logger.warning("leftovers in %s could not be removed (%s: %s)", folder.url, type(error).__name__, error)
     return needed.get(metadata_name(rank), set()) if rank is not None else in_use | (holders - {METADATA})
 
 

@@ -355,7 +355,7 @@ def _write(
     """Fetch here, write in threads; returns when everything is in its file, or raises and leaves no file.
 
     Raises:
-        whatever the planner or the first thread that failed raised.
+        whatever the planner or the first thread that failed raised, or an interrupt before that.
     """
     jobs: queue.SimpleQueue[list[_Job] | None] = queue.SimpleQueue()
     results: list[WriteResult] = []
@@ -404,7 +404,7 @@ def _write(
     if failures:
         for lane in opened:
             lane.abandon()
-        raise failures[0]
+        raise next((error for error in failures if not isinstance(error, Exception)), failures[0])
     return results
 
 
