@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import IO, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo, _StorageReaderTransforms
 from torch.distributed.checkpoint.metadata import (
@@ -24,14 +25,55 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
+    LoadPlanner,
     ReadItem,
+    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.distributed.tensor import DTensor
 
 from torch_xla_ckpt.layout import Box, BoxArray, Integers
+
+_STATELESS = frozenset({torch.Tensor, torch.nn.Parameter, dict, list, int, float, str})
+
+
+def save(
+    state_dict: dict[str, Any],
+    writer: StorageWriter,
+    planner: SavePlanner,
+    process_group: dist.ProcessGroup | None,
+    no_dist: bool,
+) -> Metadata:
+    """``dcp.save`` of a state dict whose ``Stateful``s have been asked for their states."""
+    return _save_state_dict(state_dict, writer, process_group, no_dist=no_dist, planner=planner)
+
+
+def load(
+    state_dict: dict[str, Any],
+    reader: StorageReader,
+    planner: LoadPlanner,
+    process_group: dist.ProcessGroup | None,
+    no_dist: bool,
+) -> None:
+    """``dcp.load`` into a state dict whose ``Stateful``s have been asked for their states."""
+    _load_state_dict(state_dict, reader, process_group, no_dist=no_dist, planner=planner)
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether DCP saves the state of ``value`` in its place."""
+    # What most values are, first: asking whether something has a protocol's methods takes long.
+    return type(value) not in _STATELESS and isinstance(value, Stateful)
+
+
+def state_of(value: Any) -> Any:
+    """What DCP saves for ``value``."""
+    return value.state_dict() if is_stateful(value) else value
 
 
 def is_sharded_tensor(tensor: torch.Tensor) -> bool:
@@ -54,8 +96,14 @@ def properties(dtype: torch.dtype, requires_grad: bool) -> TensorProperties:
 
 
 @lru_cache(maxsize=4096)
+def size_of(shape: tuple[int, ...]) -> torch.Size:
+    """One object for all tensors of a shape, which is pickled once."""
+    return torch.Size(shape)
+
+
+@lru_cache(maxsize=4096)
 def chunk_of(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+    return ChunkStorageMetadata(offsets=size_of(box.offsets), sizes=size_of(box.sizes))
 
 
 def box_of(chunk: ChunkStorageMetadata) -> Box:

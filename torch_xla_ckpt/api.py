@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
+from torch_xla_ckpt import _dcp
 from torch_xla_ckpt._gc import without_collector
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.planner import SPMDLoadPlanner, SPMDSavePlanner
@@ -59,15 +60,11 @@ def save(
     """
     if storage_writer is None:
         storage_writer = ShardWriter(_given(path), sync=sync, step=step, user_metadata=user_metadata, progress=progress)
+    elif path is not None:
+        storage_writer.reset(path)
     with _unwrapped("saved", no_dist):
-        return dcp.save(
-            state_dict,
-            checkpoint_id=path,
-            storage_writer=storage_writer,
-            planner=SPMDSavePlanner(),
-            process_group=process_group,
-            no_dist=no_dist or not _initialized(),
-        )
+        state = {key: _dcp.state_of(value) for key, value in state_dict.items()}
+        return _dcp.save(state, storage_writer, SPMDSavePlanner(), process_group, no_dist or not _initialized())
 
 
 @without_collector
@@ -106,16 +103,18 @@ def load(
     start = time.perf_counter()
     if storage_reader is None:
         storage_reader = ShardReader(_given(path), verify=verify, progress=progress)
+    elif path is not None:
+        storage_reader.reset(path)
     planner = SPMDLoadPlanner(allow_types=allow_types, trust_pickle=trust_pickle)
     with _unwrapped("loaded", no_dist):
-        dcp.load(
-            state_dict,
-            checkpoint_id=path,
-            storage_reader=storage_reader,
-            planner=planner,
-            process_group=process_group,
-            no_dist=no_dist or not _initialized(),
-        )
+        keys = sorted(state_dict)  # every rank asks the values for their states in the same order
+        state = {key: _dcp.state_of(state_dict[key]) for key in keys}
+        _dcp.load(state, storage_reader, planner, process_group, no_dist or not _initialized())
+        for key in keys:
+            if _dcp.is_stateful(state_dict[key]):
+                state_dict[key].load_state_dict(state[key])
+            else:
+                state_dict[key] = state[key]
     total = time.perf_counter() - start
     plan = planner.planned_at - start
     stats = getattr(storage_reader, "stats", None)
@@ -142,8 +141,7 @@ def _initialized() -> bool:
 def _unwrapped(done: str, no_dist: bool) -> Iterator[None]:
     """Turn DCP's ``CheckpointException``, which ``except Exception`` does not catch, into one of our errors."""
     with warnings.catch_warnings():
-        # What the caller asked for, and what DCP does inside: nothing that a warning at every save would change.
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        # What DCP does inside: nothing that a warning at every save would change.
         warnings.filterwarnings("ignore", "TypedStorage is deprecated")
         try:
             yield

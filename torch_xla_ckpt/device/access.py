@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -35,7 +36,12 @@ class TensorAccess(Protocol):
 
 def access_of(tensor: torch.Tensor) -> TensorAccess:
     """The access for ``tensor``."""
-    if tensor.device.type == "xla":
+    return _access(tensor.device.type)
+
+
+@lru_cache
+def _access(device_type: str) -> TensorAccess:
+    if device_type == "xla":
         from torch_xla_ckpt.device.xla import XlaAccess
 
         return XlaAccess()

@@ -20,6 +20,7 @@ from torch_xla_ckpt._gc import without_collector
 from torch_xla_ckpt.device import TensorAccess, access_of
 from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
 from torch_xla_ckpt.layout import Box, ChunkIndex, Flaw, covers_exactly, find_flaws
+from torch_xla_ckpt.planner.buffers import Buffers
 from torch_xla_ckpt.planner.match import match
 from torch_xla_ckpt.planner.objects import AllowedType, decode
 from torch_xla_ckpt.planner.shards import LaidOut, lay_out
@@ -91,7 +92,8 @@ class SPMDLoadPlanner(LoadPlanner):
         self._object_keys = found.objects
         self._objects: dict[str, Any] = {}
         laid_out = lay_out({key: self._leaves[key].value for key in found.tensors}, self._access_of)
-        self._targets = {key: _Target(held) for key, held in laid_out.items()}
+        self._buffers = Buffers()
+        self._targets = {key: _Target(held, self._buffers) for key, held in laid_out.items()}
         self._accesses = {type(held.access): held.access for held in laid_out.values()}
         self._unfinished = 0
         self._uploading = 0
@@ -176,8 +178,9 @@ class SPMDLoadPlanner(LoadPlanner):
 class _Target:
     """A tensor being loaded: one host buffer for each distinct box, until all have arrived."""
 
-    def __init__(self, held: LaidOut):
+    def __init__(self, held: LaidOut, buffers: Buffers):
         self.held = held
+        self._pool = buffers
         self.boxes = held.layout.boxes
         self.waiting = 0  # reads still to come
         self._buffers: dict[Box, torch.Tensor] = {}
@@ -202,9 +205,9 @@ class _Target:
         box = self._by_offset[index.offset]
         if box not in self._buffers:
             layout = self.held.layout
+            buffer = self._pool.empty(layout.shard_shape, layout.dtype)
             # Padding is never read back, but it must not carry a previous tenant's memory to the device.
-            make = torch.empty if box.sizes == layout.shard_shape else torch.zeros
-            self._buffers[box] = make(layout.shard_shape, dtype=layout.dtype)
+            self._buffers[box] = buffer if box.sizes == layout.shard_shape else buffer.zero_()
         return self._buffers[box][tuple(slice(n) for n in box.sizes)]
 
     def adopt(self, index: MetadataIndex, tensor: torch.Tensor) -> bool:
@@ -264,7 +267,7 @@ def _set_object(leaf: Leaf, loaded: Any, access_of: Callable[[torch.Tensor], Ten
 
 def _copy_into(target: torch.Tensor, value: torch.Tensor, access_of: Callable[[torch.Tensor], TensorAccess]) -> None:
     held = lay_out({"": target}, access_of)[""]
-    whole = _Target(held)
+    whole = _Target(held, Buffers())
     for box in whole.boxes:
         whole.shard(MetadataIndex("", box.offsets)).copy_(value[box.slices])
     if whole.boxes:

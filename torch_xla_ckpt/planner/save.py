@@ -172,7 +172,7 @@ def _offers(key: str, held: LaidOut) -> list[WriteItem]:
     whole = Box.whole(layout.shape)
     boxes = layout.boxes if whole.volume else (whole,)
     properties = _dcp.properties(layout.dtype, held.tensor.requires_grad)
-    return [_dcp.tensor_item(key, _dcp.chunk_of(box), properties, torch.Size(layout.shape)) for box in boxes]
+    return [_dcp.tensor_item(key, _dcp.chunk_of(box), properties, _dcp.size_of(layout.shape)) for box in boxes]
 
 
 def _gathered(plans: Sequence[SavePlan]) -> dict[str, _Offer]:

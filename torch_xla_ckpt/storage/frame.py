@@ -50,7 +50,7 @@ def item_of(tensor: torch.Tensor) -> tuple[tuple[Bytes, ...], int | None]:
     if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
     frame = frame_of(tensor.dtype, tuple(tensor.shape))
-    return (frame.head, tensor.reshape(-1).view(torch.uint8).numpy().data, frame.tail), len(frame.head)
+    return (frame.head, tensor.view(-1).view(torch.uint8).numpy().data, frame.tail), len(frame.head)
 
 
 @lru_cache(maxsize=4096)

@@ -28,6 +28,8 @@ from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.storage.frame import ALIGNMENT, Bytes
 
 BLOCK = 4 << 20
+# Items this small, in bytes, are handled by one thread on local disks: several would only fight over Python's lock.
+TINY = 4 << 10
 """Bytes that share a checksum, counted from the start of each item."""
 
 _FORMAT = "torch_xla_ckpt manifest"

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from torch_xla_ckpt._gc import without_collector
 from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, Damage, UnsafeObjectError
 from torch_xla_ckpt.storage.commit import Committed, committed, metadata_name
 from torch_xla_ckpt.storage.files import Folder, Window, open_folder
-from torch_xla_ckpt.storage.manifest import BLOCK, Manifest, Stored, checksum, foreign
+from torch_xla_ckpt.storage.manifest import BLOCK, TINY, Manifest, Stored, checksum, foreign
 from torch_xla_ckpt.storage.progress import Progress
 from torch_xla_ckpt.storage.ranges import MAX_GAP, Range, blocks_of, merged, ranges_of
 
@@ -208,7 +208,7 @@ class _Unreadable(Metadata):
         raise self.error
 
 
-@dataclass
+@dataclass(slots=True)
 class _Piece:
     """A saved item, and what is wanted of it.
 
@@ -244,6 +244,8 @@ class _Piece:
     def ranges(self, verify: bool) -> list[Range]:
         """The byte ranges of the file to read, ascending."""
         stored = self.stored
+        if verify and stored.checksums is not None and stored.extent <= BLOCK:
+            return [(stored.offset, stored.offset + stored.extent)] if self.needed else []
         if not self.direct:
             wanted = [(0, stored.length)]
         else:
@@ -259,7 +261,7 @@ class _Piece:
         return [(stored.offset + start, stored.offset + stop) for start, stop in wanted]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Group:
     """The pieces of one key. They are read one after the other, so that few tensors are half there at a time."""
 
@@ -288,9 +290,13 @@ class _Job:
     reads: int = 0
     bytes_read: int = 0
 
+    @property
+    def tiny(self) -> bool:
+        """Whether a thread could do little before it needs Python's lock again."""
+        return sum(piece.needed for _, piece in self.pieces) <= TINY * len(self.pieces)
 
-@dataclass(frozen=True)
-class _Ready:
+
+class _Ready(NamedTuple):
     """What a read item asked for: a tensor to commit, or an object's bytes."""
 
     item: ReadItem
@@ -384,6 +390,9 @@ class _Reading:
         with ThreadPoolExecutor(threads, "ShardReader") as pool:
             try:
                 for job in jobs:
+                    if job.tiny and not self._folder.remote:
+                        self._commit(job, self._read(job), progress)
+                        continue
                     while running and (used + job.begins + job.reads > budget or len(running) > threads):
                         used -= commit_some()
                     used += job.begins + job.reads

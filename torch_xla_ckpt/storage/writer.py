@@ -35,7 +35,7 @@ from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
 from torch_xla_ckpt.storage import commit
 from torch_xla_ckpt.storage.files import Folder, Sink, open_folder
 from torch_xla_ckpt.storage.frame import Bytes, item_of
-from torch_xla_ckpt.storage.manifest import BLOCK, Manifest, Stored, checksum, padded
+from torch_xla_ckpt.storage.manifest import BLOCK, TINY, Manifest, Stored, checksum, padded
 from torch_xla_ckpt.storage.progress import Progress
 
 # Items are handed to a writing thread together until they have this many bytes,
@@ -166,16 +166,17 @@ class ShardWriter(StorageWriter):
         stored = {result.index: result.storage_data for own in results for result in own}
         finished = _dcp.finished(metadata, stored, self.storage_meta())
         files = _files(stored.values())
+        places = _places(stored)
         try:
-            self._commit(finished, stored, files)
+            self._commit(finished, places, files)
         except BaseException:
             with suppress(Exception):  # what went wrong before is the error to report
                 commit.withdraw(self._folder, self._save_id, files, self._own_rank)
             raise
         commit.remove_replaced(self._folder, self._save_id, self._before, self._own_rank)
-        metadata.storage_data, metadata.storage_meta = _places(stored), finished.storage_meta  # ``save`` returns it
+        metadata.storage_data, metadata.storage_meta = places, finished.storage_meta  # ``save`` returns it
 
-    def _commit(self, finished: Metadata, stored: Mapping[MetadataIndex, Stored], files: Mapping[str, int]) -> None:
+    def _commit(self, finished: Metadata, places: Mapping[MetadataIndex, Any], files: Mapping[str, int]) -> None:
         _require_all(finished)
         self._require_files(files)
         manifest = Manifest(
@@ -187,7 +188,7 @@ class ShardWriter(StorageWriter):
             metadata=finished,
             files=dict(sorted(files.items())),
         )
-        pickled = pickle.dumps(replace(finished, storage_data=_places(stored)))
+        pickled = pickle.dumps(replace(finished, storage_data=places))
         commit.publish(self._folder, manifest, pickled, self._own_rank)
 
     def _require_files(self, files: Mapping[str, int]) -> None:
@@ -272,6 +273,7 @@ class _Lanes:
 
     def __init__(self, folder: Folder, place: _Place, count: int):
         self.count = count
+        self.remote = folder.remote
         self._folder = folder
         self._place = place
         self._taken = 0
@@ -366,25 +368,36 @@ def _write(
         failures.append(error)
         budget.fail()
 
-    def work(ended: threading.Event) -> None:
+    def write(batches: Iterable[list[_Job]]) -> None:
         lane: _Lane | None = None
+        for batch in batches:
+            if failures:
+                return
+            if lane is None:
+                lane = lanes.open()
+                opened.append(lane)
+            cost = sum(job.cost for job in batch)
+            results.extend(_put(job, lane, progress) for job in batch)
+            batch.clear()  # whoever still knows the list must not keep the tensors
+            budget.give_back(cost)
+        if lane is not None and not failures:
+            lane.close()
+
+    def work(ended: threading.Event) -> None:
         try:
-            for batch in iter(jobs.get, None):
-                if failures:
-                    return
-                if lane is None:
-                    lane = lanes.open()
-                    opened.append(lane)
-                cost = sum(job.cost for job in batch)
-                results.extend(_put(job, lane, progress) for job in batch)
-                batch.clear()  # whoever still knows the list must not keep the tensors
-                budget.give_back(cost)
-            if lane is not None and not failures:
-                lane.close()
+            write(iter(jobs.get, None))
         except BaseException as error:
             fail(error)
         finally:
             ended.set()
+
+    def small(batches: Iterable[list[_Job]]) -> Iterator[list[_Job]]:
+        """Leave large batches to the threads and pass small ones on: Python's lock would only be fought over."""
+        for batch in batches:
+            if not lanes.remote and sum(job.size for job in batch) <= TINY * len(batch):
+                yield batch
+            else:
+                jobs.put(batch)
 
     # Events, because Python takes a thread for ended when an interrupt breaks off join().
     ends: list[threading.Event] = []
@@ -393,8 +406,7 @@ def _write(
             ended = threading.Event()
             threading.Thread(target=work, args=(ended,), name=f"ShardWriter-{number}").start()
             ends.append(ended)
-        for batch in _batches(items, planner, budget):
-            jobs.put(batch)
+        write(small(_batches(items, planner, budget)))
         _end(ends, jobs)
     except _Failed:
         pass
