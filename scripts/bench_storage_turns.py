@@ -80,19 +80,24 @@ def in_turns(contenders: Sequence[Contender], repeat: int, warm: WarmMemory) -> 
     return seconds
 
 
+def processor_time(contender: Contender, repeat: int, warm: WarmMemory) -> list[float]:
+    """Seconds of processor time that each run takes, by the number of processors: no run can be faster."""
+    return [_timed(contender, warm, time.process_time) / (os.cpu_count() or 1) for _ in range(repeat)]
+
+
 def ratio(measured: Measured, slower: str, *faster: str) -> float:
     """A contender's median by the sum of the others' medians."""
     return statistics.median(measured[slower]) / sum(statistics.median(measured[name]) for name in faster)
 
 
-def _timed(contender: Contender, warm: WarmMemory) -> float:
+def _timed(contender: Contender, warm: WarmMemory, clock: Callable[[], float] = time.perf_counter) -> float:
     contender.prepare()
     gc.collect()
     os.sync()  # what was written before must not be flushed while this runs
     warm.hold()
     warm.release()
-    start = time.perf_counter()
+    start = clock()
     contender.run()
-    taken = time.perf_counter() - start
+    taken = clock() - start
     contender.check()
     return taken

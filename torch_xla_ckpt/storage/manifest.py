@@ -28,9 +28,9 @@ from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.storage.frame import ALIGNMENT, Bytes
 
 BLOCK = 4 << 20
-# Items this small, in bytes, are handled by one thread on local disks: several would only fight over Python's lock.
-TINY = 4 << 10
 """Bytes that share a checksum, counted from the start of each item."""
+TINY = 4 << 10
+"""Items this small, in bytes, one thread handles on local disks: several would only fight over Python's lock."""
 
 _FORMAT = "torch_xla_ckpt manifest"
 _VERSION = 1
