@@ -120,7 +120,7 @@ def save(path, by=1, **options):
 def files(tmp_path_factory):
     """A checkpoint with several data files. Whoever changes it puts it back."""
     files = files_of(save(tmp_path_factory.mktemp("saved") / "checkpoint"))
-    assert len(files.data) == 2 and {item.key for item in files.items} == KEYS
+    assert len(files.data) >= 2 and {item.key for item in files.items} == KEYS
     yield files
     report = xc.verify(files.path)
     assert report.ok and report.keys == () and report.checked_by == "xxh3_64", report
@@ -295,9 +295,10 @@ def test_empty_metadata_is_found(copy):
     assert {damage.file for damage in load_errors(copy.path).damages} == {".metadata"}
 
 
-def test_two_data_files_that_changed_places_are_found(copy):
-    a, b = (copy.path / name for name in copy.data)
-    a.rename(copy.path / "c"), b.rename(a), (copy.path / "c").rename(b)
+def test_data_files_that_changed_places_are_found(copy):
+    contents = [(copy.path / name).read_bytes() for name in copy.data]
+    for name, content in zip(copy.data, [*contents[1:], contents[0]]):
+        (copy.path / name).write_bytes(content)
     report = xc.verify(copy.path)
     assert {damage.file for damage in report.damages} == set(copy.data) and set(report.keys) == KEYS
     assert load_errors(copy.path) is not None

@@ -1,7 +1,8 @@
 """ShardWriter: DCP storage that checksums what it writes and replaces checkpoints atomically.
 
 One thread, the caller's, asks the planner for data, which fetches it from the devices; the others checksum and write
-what has arrived, each into a file of its own. A budget of bytes keeps the first from running ahead of the others.
+what has arrived, each into a file of its own. A budget of bytes keeps the first from running ahead of the others. Items
+of a few bytes the first one writes itself.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class ShardWriter(StorageWriter):
             are fsynced before. Without it, it survives whatever happens to the process.
         memory_budget: bytes. Data that was fetched from devices and not yet written never takes more than this, or
             than one tensor's local shards if those are more.
-        threads: how many threads write, each into a file. Default: one for each core up to 8; 8 for URLs.
+        threads: how many threads write, each into a file. Default: one for each core up to 8; 8 for URLs. Small items
+            in local folders go into one more file, from the calling thread.
         step: the training step, for the manifest.
         user_metadata: anything that is JSON, for the manifest.
         storage_options: for fsspec's filesystem.
