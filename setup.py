@@ -21,7 +21,7 @@ setup(
         "demo": ["transformers>=4.50,<5", "rich>=13", "matplotlib>=3.8"],
         "test": [
             *("pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff==0.17.*", "mypy==2.4.*"),
-            *("moto[server]>=5", "s3fs>=2024.6", "tqdm>=4.60"),
+            *("moto[server]>=5", "s3fs>=2024.6", "tqdm>=4.60", "torchdata>=0.11"),
         ],
     },
     classifiers=[

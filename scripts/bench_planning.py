@@ -94,7 +94,7 @@ def measure(cut: tuple[int, int], tensors: int, repeat: int) -> dict[str, float]
     return {
         "proof": median(lambda: _prove_complete(metadata), repeat),
         "save_plan": median(lambda: SPMDSavePlanner().create_global_plan(gathered), repeat),
-        "load_plan": median(lambda: [_reads(key, needed, md) for key, md in metadata.items()], repeat),
+        "load_plan": median(lambda: [_reads(key, key, needed, md) for key, md in metadata.items()], repeat),
         "stock_each": median(lambda: _validate_global_plan([SavePlan([])], one), repeat),
     }
 

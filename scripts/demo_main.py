@@ -179,7 +179,10 @@ def moved(saved: Run, resumed: Run) -> str:
 def check_all(full: Run, resumed: Sequence[Run], plain: Event) -> list[Check]:
     exact = [
         check_exact(
-            f"restored on {pretty(run.mesh)}, read from the devices", full.digests, run.digests, moved(full, run)
+            f"restored on {pretty(run.mesh)} into a meta-device model, read from the devices",
+            full.digests,
+            run.digests,
+            moved(full, run),
         )
         for run in resumed
     ]

@@ -6,12 +6,14 @@
 
 Prints one line of JSON per event (progress, losses), and leaves in the report file what the orchestrator compares:
 digests and layouts of the whole state at the checkpoint. The part worth copying is ``Training``: ``state`` gathers
-what a run needs to go on, and ``restore`` puts it back on whatever mesh this process has.
+what a run needs to go on, and ``restore`` puts it back on whatever mesh this process has, into a model without data
+and an optimizer that never took a step.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import random
@@ -30,6 +32,7 @@ import torch_xla.runtime as xr
 from demo_digest import digests
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import torch_xla_ckpt as xc
 from torch_xla_ckpt.device import access_of
@@ -45,17 +48,21 @@ class Training:
     Args:
         mesh: with the axes "fsdp" and "tensor".
         steps: length of the whole run, which the learning rate's schedule needs.
+        empty: build the model without data, for ``restore``.
     """
 
-    def __init__(self, mesh: xs.Mesh, steps: int):
+    def __init__(self, mesh: xs.Mesh, steps: int, empty: bool = False):
         torch.manual_seed(0)
         np.random.seed(0)
         random.seed(0)
         self.mesh = mesh
         self.text = corpus()
-        self.model = build_model()
-        self.model.train().to(device="xla")
-        shard(self.model, mesh)
+        self.model = build_empty() if empty else build_model()
+        if empty:
+            self.model.train()
+        else:
+            self.model.train().to(device="xla")
+            shard(self.model, mesh)
         self.optim = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optim, lambda step: rate(step, steps))
         self.step = 0
@@ -103,14 +110,10 @@ class Training:
         xc.save(self.state(), path)
 
     def restore(self, path: Path) -> None:
-        """Go on from a checkpoint of any mesh. Parameters keep the sharding they have on this one."""
-        create_moments(self.optim)
-        state = self.state()
-        xc.load(state, path)
-        # The tensors in ``state`` are the live ones: parameters and moments are in place. The rest is plain data,
-        # and its owners take it back.
-        self.optim.load_state_dict(state["optim"])
-        self.scheduler.load_state_dict(state["scheduler"])
+        """Go on from a checkpoint of any mesh."""
+        state: dict[str, Any] = {"scheduler": self.scheduler, "rng": {}, "data": {}, "step": None}
+        sharding = functools.partial(shard, mesh=self.mesh)
+        xc.restore(path, model=self.model, optimizer=self.optim, sharding=sharding, state=state)
         self.position = state["data"]["position"]
         self.step = state["step"]
         torch.set_rng_state(state["rng"]["torch"])
@@ -135,6 +138,14 @@ def build_model() -> LlamaForCausalLM:
     )
 
 
+def build_empty() -> LlamaForCausalLM:
+    """The same model on the meta device, which takes no memory."""
+    with torch.device("meta"):
+        model = build_model()
+    model.model.rotary_emb = LlamaRotaryEmbedding(model.config)  # no checkpoint has it, and it cannot reset itself
+    return model
+
+
 def shard(model: LlamaForCausalLM, mesh: xs.Mesh) -> None:
     """Tile the matrices over the mesh; the compiler decides about what is not marked, the norms."""
     for name, parameter in model.named_parameters():
@@ -145,22 +156,6 @@ def shard(model: LlamaForCausalLM, mesh: xs.Mesh) -> None:
             xs.mark_sharding(parameter, mesh, ("fsdp", "tensor"))
         elif parameter.dim() == 2:
             xs.mark_sharding(parameter, mesh, ("tensor", "fsdp"))
-
-
-def create_moments(optim: torch.optim.Optimizer) -> None:
-    """Make the optimizer create its state, for loading into: a step with zero gradients and a zero learning rate.
-
-    AdamW has no moments before its first step. They come out sharded as their parameters.
-    """
-    rates = [group["lr"] for group in optim.param_groups]
-    for group in optim.param_groups:
-        group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optim.step()
-    optim.zero_grad()
-    for group, lr in zip(optim.param_groups, rates):
-        group["lr"] = lr
 
 
 def corpus() -> torch.Tensor:
@@ -222,7 +217,7 @@ def main() -> None:
     args = arguments()
     xr.use_spmd()
     shape = tuple(int(n) for n in args.mesh.split("x"))
-    training = Training(xs.Mesh(np.arange(8), shape, ("fsdp", "tensor")), args.steps)
+    training = Training(xs.Mesh(np.arange(8), shape, ("fsdp", "tensor")), args.steps, empty=args.resume)
     emit("built", parameters=sum(p.numel() for p in training.model.parameters()), corpus=len(training.text))
     if args.resume:
         start = time.perf_counter()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from torch_xla_ckpt import CheckpointError
-from torch_xla_ckpt.planner.tree import flatten
+from torch_xla_ckpt.planner.tree import Growth, flatten
 
 leaves = st.one_of(st.integers(), st.text(max_size=2), st.none(), st.builds(lambda: torch.zeros(1)))
 trees = st.recursive(
@@ -35,14 +35,17 @@ def test_keys_and_paths_are_those_of_dcp(state):
 def test_a_value_put_back_is_found_under_its_key(state):
     for key, leaf in flatten(state).items():
         new = torch.zeros(2)
-        leaf.replace(new)
+        growth = Growth(state)
+        growth.replace(leaf, new)
         assert flatten(state)[key].value is new
+        growth.undo()
+        assert flatten(state)[key].value is leaf.value
 
 
 def test_integer_keys_stay_integers():
     """DCP's own set_element would add a second, string key and leave the old value in place."""
     state = {"state": {0: {"step": 1}}}
-    flatten(state)["state.0.step"].replace(2)
+    Growth(state).replace(flatten(state)["state.0.step"], 2)
     assert state == {"state": {0: {"step": 2}}}
 
 
@@ -55,3 +58,31 @@ def test_any_mapping_is_opened():
 def test_two_values_under_one_key_are_refused_before_one_is_lost(state):
     with pytest.raises(CheckpointError, match="two values of the state dict have the key"):
         flatten(state)
+
+
+@given(trees)
+def test_what_was_taken_out_grows_back(state):
+    """A tree grown from nothing, path by path, is the tree it was."""
+    if not isinstance(state, dict):
+        state = {"root": state}
+    leaves = flatten(state, with_empty=True)
+    grown = {}
+    growth = Growth(grown)
+    paths = [leaf.path for leaf in leaves.values()]
+    assert all(growth.has_room(path) for path in paths)
+    growth.insert((path, leaves[".".join(map(str, path))].value) for path in paths)
+    again = flatten(grown, with_empty=True)
+    assert [(key, type(leaf.slot)) for key, leaf in again.items()] == [
+        (key, type(leaf.slot)) for key, leaf in leaves.items()
+    ]
+    assert all(again[key].value is leaf.value or again[key].value == {} for key, leaf in leaves.items())
+    growth.undo()
+    assert grown == {}
+
+
+def test_positions_beyond_the_end_of_a_list_have_no_room():
+    growth = Growth({"xs": [1, 2]})
+    assert not growth.has_room(("xs", 3))
+    assert growth.has_room(("xs", 2)) and growth.has_room(("xs", 3, "a"))
+    assert not growth.has_room(("new", 1)) and growth.has_room(("other", 0)) and growth.has_room(("other", 1))
+    assert not growth.has_room(("xs", 0, "a")) and not growth.has_room(("xs", "name"))

@@ -10,7 +10,8 @@ from torch_xla_ckpt.errors import (
     UnsafeObjectError,
 )
 from torch_xla_ckpt.planner import SPMDLoadPlanner, SPMDSavePlanner
-from torch_xla_ckpt.report import LoadReport
+from torch_xla_ckpt.report import LoadReport, Outcome
+from torch_xla_ckpt.restoring import prime_optimizer, restore
 from torch_xla_ckpt.storage import ShardReader, ShardWriter, VerifyReport, verify
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "IncompleteCheckpointError",
     "LoadReport",
     "MismatchError",
+    "Outcome",
     "SPMDLoadPlanner",
     "SPMDSavePlanner",
     "ShardReader",
@@ -27,6 +29,8 @@ __all__ = [
     "UnsafeObjectError",
     "VerifyReport",
     "load",
+    "prime_optimizer",
+    "restore",
     "save",
     "verify",
 ]

@@ -40,6 +40,20 @@ from torch.distributed.tensor import DTensor
 
 from torch_xla_ckpt.layout import Box, BoxArray, Integers
 
+
+class IntegerKey(str):
+    """An element of a path that is an integer key of a mapping.
+
+    DCP knows strings only, and brings the state of an optimizer back under other keys than it had. It is pickled as a
+    string, so that a checkpoint names no class of ours.
+    """
+
+    __slots__ = ()
+
+    def __reduce__(self) -> Any:
+        return str, (str.__str__(self),)
+
+
 _STATELESS = frozenset({torch.Tensor, torch.nn.Parameter, dict, list, int, float, str})
 
 
@@ -152,14 +166,14 @@ def boxes_of(saved: TensorStorageMetadata) -> BoxArray:
     return BoxArray.of(((chunk.offsets, chunk.sizes) for chunk in saved.chunks), len(saved.size))
 
 
-def whole_read(key: str, saved: TensorStorageMetadata, box: Box) -> ReadItem:
-    """The order to read ``box`` out of a tensor's only chunk."""
+def whole_read(key: str, source: str, saved: TensorStorageMetadata, box: Box) -> ReadItem:
+    """The order to read ``box`` for the target's ``key`` out of the only chunk of the tensor saved as ``source``."""
     offset, lengths = torch.Size(box.offsets), torch.Size(box.sizes)
     return ReadItem(
         type=LoadItemType.TENSOR,
         dest_index=MetadataIndex(key, offset),
         dest_offsets=torch.Size((0,) * len(lengths)),
-        storage_index=MetadataIndex(key, saved.chunks[0].offsets),
+        storage_index=MetadataIndex(source, saved.chunks[0].offsets),
         storage_offsets=offset,
         lengths=lengths,
     )
@@ -186,14 +200,15 @@ def object_item(key: str) -> WriteItem:
 
 
 class TensorReads:
-    """The orders to read parts of one saved tensor.
+    """The orders to read parts of the tensor saved as ``source`` for the target's ``key``.
 
     Orders share their offsets, sizes and indices where these are equal: a load can have millions of orders, and it is
     the number of objects that the garbage collector walks which decides how long planning takes.
     """
 
-    def __init__(self, key: str, chunks: BoxArray):
+    def __init__(self, key: str, source: str, chunks: BoxArray):
         self._key = key
+        self._source = source
         self._chunks = chunks
         self._indices: dict[int, MetadataIndex] = {}
         self._sizes: dict[tuple[int, ...], torch.Size] = {}
@@ -222,7 +237,7 @@ class TensorReads:
     def _index(self, number: int) -> MetadataIndex:
         index = self._indices.get(number)
         if index is None:
-            index = self._indices[number] = MetadataIndex(self._key, self._chunks.starts[number].tolist())
+            index = self._indices[number] = MetadataIndex(self._source, self._chunks.starts[number].tolist())
         return index
 
     def _size(self, numbers: list[int]) -> torch.Size:
@@ -233,11 +248,10 @@ class TensorReads:
         return size
 
 
-def read_object(key: str) -> ReadItem:
-    """The order to read something that is not a tensor."""
+def read_object(key: str, source: str) -> ReadItem:
+    """The order to read what was saved as ``source`` and is not a tensor, for the target's ``key``."""
     nowhere = torch.Size((0,))
-    index = MetadataIndex(key)
-    return ReadItem(LoadItemType.BYTE_IO, index, nowhere, index, nowhere, nowhere)
+    return ReadItem(LoadItemType.BYTE_IO, MetadataIndex(key), nowhere, MetadataIndex(source), nowhere, nowhere)
 
 
 def finished(metadata: Metadata, storage_data: Any, storage_meta: StorageMeta) -> Metadata:

@@ -16,9 +16,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt._gc import without_collector
-from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.errors import CheckpointError, MismatchError
 from torch_xla_ckpt.planner import SPMDLoadPlanner, SPMDSavePlanner
+from torch_xla_ckpt.planner.load import Place
 from torch_xla_ckpt.planner.objects import AllowedType
+from torch_xla_ckpt.planner.policy import Dtype, Missing, Rename, Unexpected
 from torch_xla_ckpt.report import LoadReport
 from torch_xla_ckpt.storage import ReadStats, ShardReader, ShardWriter
 
@@ -59,7 +61,7 @@ def save(
         CheckpointError: anything else that failed, on any rank, with the rank and the cause.
     """
     if storage_writer is None:
-        storage_writer = ShardWriter(_given(path), sync=sync, step=step, user_metadata=user_metadata, progress=progress)
+        storage_writer = ShardWriter(given(path), sync=sync, step=step, user_metadata=user_metadata, progress=progress)
     elif path is not None:
         storage_writer.reset(path)
     with _unwrapped("saved", no_dist):
@@ -72,6 +74,13 @@ def load(
     state_dict: dict[str, Any],
     path: _Path | None = None,
     *,
+    missing: Missing = "error",
+    unexpected: Unexpected = "restore",
+    dtype: Dtype = "cast",
+    rename: Rename | None = None,
+    only: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    placement: Place | None = None,
     allow_types: Sequence[AllowedType] = (),
     trust_pickle: bool = False,
     verify: bool = True,
@@ -83,18 +92,20 @@ def load(
     """Load a DCP checkpoint in place: ``dcp.load`` with ``SPMDLoadPlanner`` and ``ShardReader``.
 
     Args:
-        state_dict: the target. Its tensors are overwritten in place, each in the sharding it has.
+        state_dict: the target. Its tensors are overwritten in place, each in the sharding it has; what it lacks is
+            inserted.
         path: folder or fsspec URL; not needed when a storage reader that knows it is given.
-        allow_types, trust_pickle: see ``SPMDLoadPlanner``.
+        missing, unexpected, dtype, rename, only, exclude, placement, allow_types, trust_pickle: what to do where target
+            and checkpoint differ; see ``SPMDLoadPlanner``.
         verify, progress: see ``ShardReader``, which has further options.
         storage_reader: DCP storage to read with; then the options before it are its own. Default: a ``ShardReader``.
         process_group, no_dist: see ``save``.
 
     Returns:
-        What was read, and how long it took.
+        What became of every key, what was read, and how long it took.
 
     Raises:
-        MismatchError: keys are missing from the checkpoint or have another shape.
+        MismatchError: target and checkpoint do not fit each other, and the policy does not allow it.
         IncompleteCheckpointError: the saved chunks do not cover the target.
         CorruptCheckpointError: bytes are not what was written.
         UnsafeObjectError: an object has a type that is not allowed.
@@ -102,14 +113,28 @@ def load(
     """
     start = time.perf_counter()
     if storage_reader is None:
-        storage_reader = ShardReader(_given(path), verify=verify, progress=progress)
+        storage_reader = ShardReader(given(path), verify=verify, progress=progress)
     elif path is not None:
         storage_reader.reset(path)
-    planner = SPMDLoadPlanner(allow_types=allow_types, trust_pickle=trust_pickle)
+    planner = SPMDLoadPlanner(
+        missing=missing,
+        unexpected=unexpected,
+        dtype=dtype,
+        rename=rename,
+        only=only,
+        exclude=exclude,
+        placement=placement,
+        allow_types=allow_types,
+        trust_pickle=trust_pickle,
+    )
     with _unwrapped("loaded", no_dist):
         keys = sorted(state_dict)  # every rank asks the values for their states in the same order
         state = {key: _dcp.state_of(state_dict[key]) for key in keys}
-        _dcp.load(state, storage_reader, planner, process_group, no_dist or not _initialized())
+        try:
+            _dcp.load(state, storage_reader, planner, process_group, no_dist or not _initialized())
+        except BaseException:
+            planner.undo()  # another process may have failed when this one had everything
+            raise
         for key in keys:
             if _dcp.is_stateful(state_dict[key]):
                 state_dict[key].load_state_dict(state[key])
@@ -119,6 +144,7 @@ def load(
     plan = planner.planned_at - start
     stats = getattr(storage_reader, "stats", None)
     return LoadReport(
+        outcomes=planner.outcomes,
         bytes_needed=stats.bytes_needed if isinstance(stats, ReadStats) else None,
         bytes_read=stats.bytes_read if isinstance(stats, ReadStats) else None,
         plan_seconds=plan,
@@ -127,7 +153,8 @@ def load(
     )
 
 
-def _given(path: _Path | None) -> _Path:
+def given(path: _Path | None) -> _Path:
+    """``path``, or the error that says that it is needed."""
     if path is None:
         raise ValueError("say where the checkpoint lies: pass a path, or a storage writer or reader that knows it")
     return path
@@ -157,7 +184,9 @@ def _cause(error: CheckpointException, done: str, several: bool) -> BaseExceptio
             return cause
     rank = next((rank for rank, cause in causes.items() if isinstance(cause, CheckpointError)), next(iter(causes)))
     cause = causes[rank]
-    where = f"rank {rank}: " if several else ""
+    where = (
+        f"rank {rank}: " if several and not isinstance(causes[rank], MismatchError) else ""
+    )  # that names ranks itself
     others = f" (ranks {', '.join(str(r) for r in causes if r != rank)} failed too)" if len(causes) > 1 else ""
     if isinstance(cause, CheckpointError):
         cause.args = (f"{where}{cause}{others}", *cause.args[1:])

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from torch_xla_ckpt.layout import Box, TensorLayout
+
+Placement = str | torch.device | torch.Tensor | tuple[Any, tuple[Any, ...]]
+"""Where a tensor is to be: on a device, like another tensor, or as (mesh, partition spec) says."""
 
 
 class TensorAccess(Protocol):
@@ -48,3 +52,32 @@ def _access(device_type: str) -> TensorAccess:
     from torch_xla_ckpt.device.host import HostAccess
 
     return HostAccess()
+
+
+def make(shape: torch.Size, dtype: torch.dtype, place: Placement | None) -> torch.Tensor:
+    """A new tensor that is about to be loaded: on its devices and sharded already, or in host memory.
+
+    Args:
+        shape, dtype: its own.
+        place: where. A tensor to be like lends its device and, if it has the same shape, its sharding. Default: host
+            memory.
+
+    Raises:
+        ValueError: a spec does not fit the mesh or the shape.
+    """
+    if place is None:
+        return torch.empty(shape, dtype=dtype)
+    if isinstance(place, tuple):
+        from torch_xla_ckpt.device import xla
+
+        mesh, spec = place
+        return xla.make(shape, dtype, xla.op_sharding(mesh, spec, shape))
+    if not isinstance(place, torch.Tensor):
+        return torch.zeros(shape, dtype=dtype, device=place)
+    if place.device.type == "xla":
+        from torch_xla_ckpt.device import xla
+
+        return xla.make(shape, dtype, xla.op_sharding_of(place) if place.shape == shape else None)
+    if isinstance(place, DTensor) and place.shape == shape:
+        return torch.zeros_like(place, dtype=dtype, requires_grad=False)
+    return torch.empty(shape, dtype=dtype, device=place.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -115,6 +115,69 @@ class XlaAccess:
     def devices(self) -> list[str]:
         """Names of this process's devices, in the order in which the runtime lists shards."""
         return _XLAC._xla_get_runtime_devices()
+
+
+def make(shape: torch.Size, dtype: torch.dtype, op_sharding: Any) -> torch.Tensor:
+    """A new tensor of zeros, sharded; nothing is computed before the next sync, and then each device's shard only."""
+    tensor = torch.zeros(shape, dtype=dtype, device="xla")
+    if op_sharding is not None:
+        _XLAC._xla_mark_sharding(tensor, op_sharding)
+    return tensor
+
+
+def op_sharding(mesh: Any, spec: Sequence[Any], shape: torch.Size) -> Any:
+    """The runtime's sharding for a partition spec.
+
+    Raises:
+        ValueError: it does not fit the mesh or the shape.
+    """
+    require_spec(mesh, spec, shape)
+    if not shape.numel() or all(axis is None for axis in spec):
+        return None
+    return mesh.get_op_sharding(tuple(spec))
+
+
+def require_spec(mesh: Any, spec: Sequence[Any], shape: Sequence[int]) -> None:
+    """Show that a partition spec fits a mesh and a tensor.
+
+    Raises:
+        ValueError: it does not.
+    """
+    names = mesh.axis_names or ()
+    if len(spec) != len(shape):
+        raise ValueError(f"the partition spec {tuple(spec)} has {len(spec)} entries for {len(shape)} dimensions")
+    axes = [axis for entry in spec if entry is not None for axis in (entry if isinstance(entry, tuple) else (entry,))]
+    for axis in axes:
+        known = axis in names if isinstance(axis, str) else 0 <= axis < len(mesh.mesh_shape)
+        if not known:
+            raise ValueError(f"the mesh has no axis {axis!r}; it has {names or len(mesh.mesh_shape)}")
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"the partition spec {tuple(spec)} uses an axis of the mesh twice")
+
+
+def mark(tensor: torch.Tensor, mesh: Any, spec: Sequence[Any]) -> None:
+    """Shard a tensor on devices that is whole on each of them."""
+    sharding = op_sharding(mesh, spec, tensor.shape)
+    if sharding is not None:
+        forget_replication(tensor)
+        _XLAC._xla_mark_sharding(tensor, sharding)
+
+
+def is_cut(tensor: torch.Tensor) -> bool:
+    """Whether the devices hold different parts of a tensor."""
+    return tensor.device.type == "xla" and _tiled(_XLAC._get_xla_sharding_spec(_unwrapped(tensor)))
+
+
+def forget_replication(tensor: torch.Tensor) -> None:
+    """Let a tensor that the compiler has replicated be marked."""
+    if _XLAC._get_xla_sharding_spec(tensor):
+        _XLAC._xla_clear_sharding(tensor)
+
+
+def op_sharding_of(tensor: torch.Tensor) -> Any:
+    """The runtime's sharding of a tensor, if it is cut."""
+    tensor = _unwrapped(tensor)
+    return _XLAC._get_xla_op_sharding(tensor) if _tiled(_XLAC._get_xla_sharding_spec(tensor)) else None
 
 
 def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,14 +18,23 @@ from torch.utils import _pytree as pytree
 
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt._gc import without_collector
-from torch_xla_ckpt.device import TensorAccess, access_of
+from torch_xla_ckpt.device import Placement, TensorAccess, access_of, make
 from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
 from torch_xla_ckpt.layout import Box, ChunkIndex, Flaw, covers_exactly, find_flaws
 from torch_xla_ckpt.planner.buffers import Buffers
-from torch_xla_ckpt.planner.match import match
+from torch_xla_ckpt.planner.match import (
+    Mismatch,
+    match,
+    merged,
+    mismatch_error,
+    paths_of,
+    unexpected_mismatches,
+)
 from torch_xla_ckpt.planner.objects import AllowedType, decode
+from torch_xla_ckpt.planner.policy import Dtype, Missing, Policy, Rename, Unexpected
 from torch_xla_ckpt.planner.shards import LaidOut, lay_out
-from torch_xla_ckpt.planner.tree import Leaf, flatten
+from torch_xla_ckpt.planner.tree import Growth, Leaf, Path, flatten
+from torch_xla_ckpt.report import Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -33,42 +43,79 @@ logger = logging.getLogger(__name__)
 _UPLOAD_BYTES = 64 << 20
 
 
+Place = Callable[[str, torch.Size, torch.dtype], Placement | None]
+
+
+@dataclass(frozen=True)
+class LocalMatch:
+    """What a process tells the coordinator beside its items: its outcomes, and what makes the load fail."""
+
+    outcomes: Mapping[str, Outcome]
+    mismatches: Sequence[Mismatch]
+
+
 class SPMDLoadPlanner(LoadPlanner):
     """Loads a DCP checkpoint of any mesh in place into a state dict that may hold sharded XLA tensors.
 
     Pass it to ``dcp.load``. Every target keeps its own sharding: each distinct box is read once, into one host
     buffer that all local replicas share, and goes to the devices when all of the tensor's boxes are complete. Before
-    anything is read, all keys are matched and every box is proven to be covered by saved chunks. Objects are set
-    when the last of them has been decoded.
-
-    A different dtype is cast, and a warning names the keys; so are keys that the checkpoint has and the target
-    lacks, below the target's own top-level keys.
+    anything is read, all keys are matched and every box is proven to be covered by saved chunks. Objects are set, and
+    what the target lacked is inserted, when everything else is complete. ``docs/restoring.md`` has examples.
 
     Args:
+        missing: what to do about keys of the target that the checkpoint lacks. "error": fail, listing all of them;
+            "warn": keep the target's values and name the keys; "keep": keep them silently.
+        unexpected: what to do about keys of the checkpoint that the target lacks, though it names the part of the tree
+            they lie in. "restore": create the object, or the tensor, and insert it in the target's nested dicts and
+            lists; "warn": leave it out and name it; "error": fail, listing all of them; "ignore": leave it out. A
+            target that names only "model" does not request what lies in "optim". In a flat target of tensors nothing is
+            created; "restore" warns there.
+        dtype: "cast" to the target's, naming the keys, or "error".
+        rename: new names for keys of the checkpoint: a mapping from saved keys to keys of the target, or a function
+            from a saved key to its new one or None. Several new names for one key fill several tensors (tied weights).
+            What wrappers put into names (``_orig_module``, ``_orig_mod``, ``module``) need not be named.
+        only, exclude: globs of keys to load, and of keys to leave alone. Nothing that they leave out is missing or
+            unexpected.
+        placement: where tensors are created: a function of key, shape and dtype that returns a device, a mesh and a
+            partition spec, a tensor to be like, or None for host memory.
         allow_types: types that objects in the checkpoint may have besides the harmless builtin, numpy, datetime,
             collections and pathlib ones. Loading a type runs its constructor or ``__setstate__``.
         trust_pickle: load any object, running whatever code the file names. Only for files you would execute.
         access: how tensors are written to where they live. The default suits every tensor; simulated hosts pass
             their own.
 
+    Attributes:
+        outcomes: what became of every key, by key; the same on every rank once planning is done.
+
     Raises (inside DCP's ``CheckpointException``, as every error of a planner; ``torch_xla_ckpt.load`` unwraps it):
-        MismatchError: keys are missing from the checkpoint or have another shape. All of them are listed.
+        MismatchError: keys do not fit, and the policy does not allow it. All of them are listed.
         IncompleteCheckpointError: the saved chunks do not cover a box that is needed exactly once.
         UnsafeObjectError: an object has a type that is not allowed.
+        CheckpointError: ``rename``, ``only``, ``exclude`` or ``placement`` name what is not there.
     """
 
     def __init__(
         self,
         *,
+        missing: Missing = "error",
+        unexpected: Unexpected = "restore",
+        dtype: Dtype = "cast",
+        rename: Rename | None = None,
+        only: str | Sequence[str] = (),
+        exclude: str | Sequence[str] = (),
+        placement: Place | None = None,
         allow_types: Sequence[AllowedType] = (),
         trust_pickle: bool = False,
         access: Callable[[torch.Tensor], TensorAccess] = access_of,
     ):
+        self._policy = Policy(missing, unexpected, dtype, rename, _patterns(only), _patterns(exclude))
+        self._placement = placement
         self._allow_types = tuple(allow_types)
         self._trust_pickle = trust_pickle
         self._access_of = access
         self._lock = threading.Lock()
         self._putting = threading.Lock()
+        self.outcomes: Mapping[str, Outcome] = {}
         self.planned_at = 0.0  # when planning was done, by time.perf_counter
         self.put_seconds = 0.0  # spent since then on handing tensors to their devices
 
@@ -81,17 +128,19 @@ class SPMDLoadPlanner(LoadPlanner):
     ) -> None:
         if metadata is None:
             raise CheckpointError("the storage reader gave no metadata, and without it nothing can be loaded")
-        saved = metadata.state_dict_metadata.items()
-        self._leaves = flatten(state_dict, whole={key for key, md in saved if isinstance(md, BytesStorageMetadata)})
-        found = match(self._leaves, metadata)
-        found.require_complete()
-        if is_coordinator:
-            _warn("were cast to the target's dtype", [f"{k} ({a} -> {b})" for k, (a, b) in found.cast.items()])
-            _warn("are in the checkpoint, not in the target, and were not loaded", found.unexpected)
+        saved = metadata.state_dict_metadata
+        self._leaves = flatten(state_dict, whole={k for k, md in saved.items() if isinstance(md, BytesStorageMetadata)})
+        self._growth = Growth(state_dict, lambda path: _is_optimizer_state(path, paths_of(metadata)))
+        found = match(state_dict, self._leaves, self._growth, metadata, self._policy)
         self._metadata = metadata
-        self._object_keys = found.objects
+        self._match = found
         self._objects: dict[str, Any] = {}
-        laid_out = lay_out({key: self._leaves[key].value for key in found.tensors}, self._access_of)
+        self._created: dict[str, Any] = {}
+        self._completed = False
+        tensors = {key: self._leaves[key].value for key in found.tensors if key not in found.created}
+        if not found.mismatches:
+            tensors |= self._made(key for key in found.tensors if key in found.created)
+        laid_out = lay_out(tensors, self._access_of)
         self._buffers = Buffers()
         self._targets = {key: _Target(held, self._buffers) for key, held in laid_out.items()}
         self._accesses = {type(held.access): held.access for held in laid_out.values()}
@@ -99,21 +148,44 @@ class SPMDLoadPlanner(LoadPlanner):
         self._uploading = 0
         self.put_seconds = 0.0
 
-    @without_collector
-    def create_local_plan(self) -> LoadPlan:
-        items = [_dcp.read_object(key) for key in self._object_keys]
-        broken: dict[str, Sequence[object]] = {}
-        for key, parts in _dcp.lost(self._metadata, [*self._object_keys, *self._targets]).items():
-            broken[key] = [f"{part or 'the object'} is listed, but stored in no file" for part in parts[:3]]
-        for key, target in self._targets.items():
+    def _made(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+        """New tensors for keys that the target lacks."""
+        for key in keys:
             saved = self._metadata.state_dict_metadata[key]
             assert isinstance(saved, TensorStorageMetadata)
-            reads, flaws = _reads(key, target.boxes, saved)
+            shape, dtype = torch.Size(saved.size), saved.properties.dtype
+            place = None if self._placement is None else self._placement(key, shape, dtype)
+            try:
+                self._created[key] = make(shape, dtype, place)
+            except ValueError as error:
+                raise CheckpointError(
+                    f"cannot create {key!r}, of shape {tuple(shape)}, where placement= says: {error}. Nothing was "
+                    "loaded"
+                ) from error
+        return self._created
+
+    @without_collector
+    def create_local_plan(self) -> LoadPlan:
+        found = self._match
+        outcomes = dict(found.outcomes)
+        if found.mismatches:  # the coordinator says so, for all processes
+            return LoadPlan([], planner_data=LocalMatch(outcomes, found.mismatches))
+        items = [_dcp.read_object(key, source) for key, source in found.objects.items()]
+        broken: dict[str, Sequence[object]] = {}
+        for key, parts in _dcp.lost(self._metadata, [*found.objects.values(), *found.tensors.values()]).items():
+            broken[key] = [f"{part or 'the object'} is listed, but stored in no file" for part in parts[:3]]
+        for key, target in self._targets.items():
+            source = found.tensors[key]
+            saved = self._metadata.state_dict_metadata[source]
+            assert isinstance(saved, TensorStorageMetadata)
+            reads, flaws, alike = _reads(key, source, target.boxes, saved)
             target.expect(len(reads))
             self._unfinished += bool(reads)
             items += reads
             if flaws:
-                broken[key] = flaws[:3]
+                broken[source] = flaws[:3]
+            if not alike and outcomes[key].status == "loaded":
+                outcomes[key] = replace(outcomes[key], resharded=True)
         if broken:
             raise IncompleteCheckpointError(
                 "the checkpoint does not hold every element that the target needs exactly once:\n  "
@@ -121,13 +193,40 @@ class SPMDLoadPlanner(LoadPlanner):
                 + "\nNothing was loaded. Restore from another checkpoint, or take these keys out of the target",
                 keys=tuple(broken),
             )
-        return LoadPlan(items)
+        return LoadPlan(items, planner_data=LocalMatch(outcomes, ()))
 
+    @without_collector
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
+        local: list[LocalMatch] = [plan.planner_data for plan in global_plan]
+        outcomes = merged(one.outcomes for one in local)
+        mismatches: dict[Mismatch, tuple[int, ...]] = {}
+        for rank, one in enumerate(local):
+            for mismatch in one.mismatches:
+                mismatches[mismatch] = (*mismatches.get(mismatch, ()), rank)
+        if self._policy.unexpected == "error":
+            mismatches |= dict.fromkeys(unexpected_mismatches(outcomes, self._metadata), ())
+        if mismatches:
+            raise mismatch_error(mismatches, outcomes, len(local))
+        self._say(outcomes)
+        return [replace(plan, planner_data=outcomes) for plan in global_plan]
+
+    def _say(self, outcomes: Mapping[str, Outcome]) -> None:
+        def keys(status: str) -> list[str]:
+            return [key for key, outcome in outcomes.items() if outcome.status == status]
+
+        casts = [(key, outcome.cast) for key, outcome in outcomes.items() if outcome.cast]
+        _warn("were cast to the target's dtype", [f"{key} ({a} -> {b})" for key, (a, b) in casts])
+        if self._policy.missing == "warn":
+            _warn("are in the target, not in the checkpoint, and were left as they are", keys("missing"))
+        if self._policy.unexpected != "ignore":
+            _warn("are in the checkpoint, not in the target, and were not loaded", keys("unexpected"))
+        if created := keys("created"):
+            logger.info("these keys were not in the target, and were created: %s", ", ".join(created))
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        self.outcomes = central_plan.planner_data
         self.planned_at = time.perf_counter()
+        self._complete_if_all_is_there()
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -135,9 +234,26 @@ class SPMDLoadPlanner(LoadPlanner):
         decoded = decode(key, value, self._allow_types, self._trust_pickle)
         with self._lock:
             self._objects[key] = decoded
-            if len(self._objects) == len(self._object_keys):
-                for key in self._object_keys:
-                    _set_object(self._leaves[key], self._objects[key], self._access_of)
+        self._complete_if_all_is_there()
+
+    def _complete_if_all_is_there(self) -> None:
+        """Set objects and insert what was created, when nothing is left that could fail in this process."""
+        with self._lock:
+            if self._completed or self._unfinished or len(self._objects) < len(self._match.objects):
+                return
+            self._completed = True
+            for key, value in self._objects.items():
+                if key in self._match.created:
+                    self._created[key] = value
+                else:
+                    leaf = self._leaves[key]
+                    self._growth.replace(leaf, _loaded(leaf, value, self._access_of))
+            self._growth.insert((path, self._created[key]) for key, path in self._match.created.items())
+
+    def undo(self) -> None:
+        """Take out of the target what was created, and put its objects back; tensors stay as they are."""
+        if growth := getattr(self, "_growth", None):
+            growth.undo()
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         with self._lock:
@@ -167,12 +283,13 @@ class SPMDLoadPlanner(LoadPlanner):
         with self._putting:  # by one thread at a time, while others read on
             start = time.perf_counter()
             self._uploading += target.put()
-            self._unfinished -= 1
-            if self._uploading >= _UPLOAD_BYTES or not self._unfinished:
+            if self._uploading >= _UPLOAD_BYTES or self._unfinished == 1:
                 for access in self._accesses.values():
                     access.settle()
                 self._uploading = 0
+            self._unfinished -= 1
             self.put_seconds += time.perf_counter() - start
+        self._complete_if_all_is_there()
 
 
 class _Target:
@@ -231,47 +348,84 @@ class _Target:
         return nbytes
 
 
-def _reads(key: str, boxes: Sequence[Box], saved: TensorStorageMetadata) -> tuple[list[ReadItem], list[Flaw]]:
-    """The reads that fill ``boxes``, and where the saved chunks fail to cover them exactly once."""
+def _reads(
+    key: str, source: str, boxes: Sequence[Box], saved: TensorStorageMetadata
+) -> tuple[list[ReadItem], list[Flaw], bool]:
+    """The reads that fill ``boxes``, where saved chunks fail to cover them exactly once, and whether they are chunks.
+
+    Args:
+        key, source: of the target and of the checkpoint.
+        boxes: of the target.
+        saved: the tensor.
+    """
     if _dcp.is_one_chunk(saved):
-        return [_dcp.whole_read(key, saved, box) for box in boxes], []
+        whole = all(box.sizes == tuple(saved.size) for box in boxes)
+        return [_dcp.whole_read(key, source, saved, box) for box in boxes], [], whole
     chunks = _dcp.boxes_of(saved)
-    index, orders = ChunkIndex(chunks), _dcp.TensorReads(key, chunks)
+    index, orders = ChunkIndex(chunks), _dcp.TensorReads(key, source, chunks)
     reads: list[ReadItem] = []
     flaws: list[Flaw] = []
+    alike = True
     for box in boxes:
         numbers, parts = index.overlaps(box)
         if covers_exactly(box, parts):
             reads += orders.fill(box, numbers, parts)
+            alike = alike and len(numbers) == 1 and tuple(saved.chunks[int(numbers[0])].sizes) == box.sizes
         else:
             flaws += find_flaws(box, parts)
-    return reads, flaws
+    return reads, flaws, alike
 
 
-def _set_object(leaf: Leaf, loaded: Any, access_of: Callable[[torch.Tensor], TensorAccess]) -> None:
-    """Put a loaded object in the leaf's place.
+def _loaded(leaf: Leaf, loaded: Any, access_of: Callable[[torch.Tensor], TensorAccess]) -> Any:
+    """What takes a leaf's place.
 
     Tensors inside it (a tuple of tensors is one object) are loaded into the target's tensors at the same position,
     so that they stay on their devices with their sharding.
     """
+    if type(loaded) is dict and not loaded and isinstance(leaf.value, Mapping) and not leaf.value:
+        return leaf.value
     old, old_tree = pytree.tree_flatten(leaf.value)
     new, new_tree = pytree.tree_flatten(loaded)
-    if old_tree == new_tree:
-        for place, (target, value) in enumerate(zip(old, new)):
-            if isinstance(target, torch.Tensor) and isinstance(value, torch.Tensor) and target.shape == value.shape:
-                _copy_into(target, value, access_of)
-                new[place] = target
-        loaded = pytree.tree_unflatten(new, new_tree)
-    leaf.replace(loaded)
+    if old_tree != new_tree:
+        return loaded
+    for place, (target, value) in enumerate(zip(old, new)):
+        if isinstance(target, torch.Tensor) and isinstance(value, torch.Tensor) and target.shape == value.shape:
+            copy_into([(target, value)], access_of)
+            new[place] = target
+    return pytree.tree_unflatten(new, new_tree)
 
 
-def _copy_into(target: torch.Tensor, value: torch.Tensor, access_of: Callable[[torch.Tensor], TensorAccess]) -> None:
-    held = lay_out({"": target}, access_of)[""]
-    whole = _Target(held, Buffers())
-    for box in whole.boxes:
-        whole.shard(MetadataIndex("", box.offsets)).copy_(value[box.slices])
-    if whole.boxes:
-        whole.put()
+def _is_optimizer_state(path: Path, paths: Mapping[str, Path]) -> bool:
+    """Whether a mapping holds the state of an optimizer's parameters, which torch numbers.
+
+    Only for checkpoints that do not say which keys are integers: all but ours.
+    """
+    if not path or path[-1] != "state" or any(isinstance(e, _dcp.IntegerKey) for p in paths.values() for e in p):
+        return False
+    groups = (*path[:-1], "param_groups")
+    return any(tuple(other[: len(groups)]) == groups for other in paths.values())
+
+
+def _patterns(patterns: str | Sequence[str]) -> tuple[str, ...]:
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
+def copy_into(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], access_of: Callable[[torch.Tensor], TensorAccess]
+) -> None:
+    """Copy host tensors into targets that may be sharded.
+
+    Args:
+        pairs: of a target and the whole tensor.
+        access_of: how targets are written to.
+    """
+    laid_out = lay_out({str(number): target for number, (target, _) in enumerate(pairs)}, access_of)
+    for held, (_, value) in zip(laid_out.values(), pairs):
+        whole = _Target(held, Buffers())
+        for box in whole.boxes:
+            whole.shard(MetadataIndex("", box.offsets)).copy_(value[box.slices])
+        if whole.boxes:
+            whole.put()
 
 
 def _warn(what: str, keys: Sequence[str]) -> None:

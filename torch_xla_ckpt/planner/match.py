@@ -1,112 +1,262 @@
-"""Target keys against saved keys: what fits, what does not, what is left over."""
+"""Target keys against saved keys under a policy: what to load, create, refuse and report."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from torch_xla_ckpt.errors import MismatchError
-from torch_xla_ckpt.planner.tree import Leaf
+from torch_xla_ckpt.planner.policy import Policy, unwrapped
+from torch_xla_ckpt.planner.tree import Growth, Leaf, Path, is_placeholder
+from torch_xla_ckpt.report import STATUSES, Outcome
 
 Saved = TensorStorageMetadata | BytesStorageMetadata
+Kind = Literal["missing", "shape", "type", "dtype", "unexpected"]
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A key of the target that the checkpoint cannot fill.
+    """A key for which target and checkpoint do not fit each other.
 
-    ``kind`` is "missing" (the checkpoint lacks the key), "shape", or "type" (one is a tensor, the other is not).
-    ``target`` and ``saved`` say what each side has.
+    ``kind`` is "missing" (the checkpoint lacks the key), "shape", "type" (one is a tensor, the other is not), "dtype"
+    or "unexpected" (the target lacks it); the last two only where the policy says so. ``target`` and ``saved`` say what
+    each side has.
     """
 
     key: str
-    kind: Literal["missing", "shape", "type"]
+    kind: Kind
     target: str
     saved: str
 
     def __str__(self) -> str:
         if self.kind == "missing":
             return f"{self.key}: target has {self.target}, missing from the checkpoint"
+        if self.kind == "unexpected":
+            return f"{self.key}: checkpoint has {self.saved}, missing from the target"
         return f"{self.key}: target has {self.target}, checkpoint has {self.saved}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Match:
     """The outcome for every key.
 
     Args:
-        tensors: keys to load as tensors.
-        objects: keys to load as objects.
-        cast: keys whose dtype differs, with the saved and the target's dtype.
-        unexpected: keys that the checkpoint has, under a top-level key of the target, and the target lacks.
-        mismatches: keys that cannot be loaded.
+        tensors: keys of the target to load as tensors, with the saved key of each.
+        objects: the same for objects.
+        created: paths of saved keys to create, in the order in which to insert them.
+        outcomes: what becomes of every key: the target's, and those saved keys that go nowhere or are created.
+        mismatches: keys that make the load fail.
     """
 
-    tensors: tuple[str, ...]
-    objects: tuple[str, ...]
-    cast: Mapping[str, tuple[torch.dtype, torch.dtype]]
-    unexpected: tuple[str, ...]
-    mismatches: tuple[Mismatch, ...]
-
-    def require_complete(self) -> None:
-        """Refuse a load that would leave a part of the target unfilled.
-
-        Raises:
-            MismatchError: listing every mismatch.
-        """
-        if self.mismatches:
-            raise MismatchError(
-                f"{len(self.mismatches)} of the target's keys do not fit the checkpoint:\n  "
-                + "\n  ".join(map(str, self.mismatches))
-                + _hint(self.mismatches, self.unexpected)
-                + "\nNothing was loaded. Change the target to what was saved, or take these keys out of it",
-                self.mismatches,
-            )
+    tensors: dict[str, str] = field(default_factory=dict)
+    objects: dict[str, str] = field(default_factory=dict)
+    created: dict[str, Path] = field(default_factory=dict)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    mismatches: list[Mismatch] = field(default_factory=list)
 
 
-def match(target: Mapping[str, Leaf], metadata: Metadata) -> Match:
-    """Compare the target's leaves with what was saved."""
-    saved_items = metadata.state_dict_metadata
-    tensors: list[str] = []
-    objects: list[str] = []
-    cast: dict[str, tuple[torch.dtype, torch.dtype]] = {}
-    mismatches: list[Mismatch] = []
-    for key, leaf in target.items():
-        saved = saved_items.get(key)
-        kind = _compare(leaf, saved)
-        if kind is not None:
-            mismatches.append(
-                Mismatch(key, kind, _describe_leaf(leaf), "nothing" if saved is None else _describe(saved))
-            )
-        elif isinstance(saved, TensorStorageMetadata):
-            tensors.append(key)
-            if saved.properties.dtype != leaf.value.dtype:
-                cast[key] = saved.properties.dtype, leaf.value.dtype
+def match(
+    state_dict: Mapping[Any, Any], leaves: Mapping[str, Leaf], growth: Growth, metadata: Metadata, policy: Policy
+) -> Match:
+    """Compare a target with what was saved.
+
+    Args:
+        state_dict: the target.
+        leaves: of it.
+        growth: of it; for what is to be created.
+        metadata: of the checkpoint.
+        policy: what to do where they differ.
+
+    Raises:
+        CheckpointError: the policy's names and patterns do not make sense for these keys.
+    """
+    saved_items: Mapping[str, Saved] = metadata.state_dict_metadata
+    paths = paths_of(metadata)
+    if policy.only or policy.exclude:
+        policy.require_use_of_patterns({*leaves, *saved_items})
+    sources = _sources(leaves, saved_items, paths, policy)
+    found = Match()
+    for key, leaf in leaves.items():
+        if not policy.asks_for(key):
+            found.outcomes[key] = Outcome("not requested")
+        elif key in sources:
+            _add(found, key, leaf, sources[key], saved_items[sources[key]], policy)
+        elif not _awaits(leaf, key, paths):
+            found.outcomes[key] = Outcome("missing")
+            if policy.missing == "error":
+                found.mismatches.append(Mismatch(key, "missing", _describe_leaf(leaf), "nothing"))
+    used = set(sources.values())
+    extra = [key for key in saved_items if key not in used and key not in found.outcomes]
+    named = _Named(state_dict, paths)
+    unexpected = []
+    for key in extra:
+        if policy.asks_for(key) and key in named:
+            unexpected.append(key)
         else:
-            objects.append(key)
-    return Match(tuple(tensors), tuple(objects), cast, _unexpected(target, metadata), tuple(mismatches))
+            found.outcomes[key] = Outcome("not requested")
+    create = policy.unexpected == "restore" and not named.flat
+    for key in _in_order(unexpected, paths):
+        if create and key in paths and growth.has_room(paths[key]):
+            found.created[key] = paths[key]
+            found.outcomes[key] = Outcome("created")
+            kind = found.tensors if isinstance(saved_items[key], TensorStorageMetadata) else found.objects
+            kind[key] = key
+        else:
+            found.outcomes[key] = Outcome("unexpected")
+    return found
 
 
-def _compare(leaf: Leaf, saved: Saved | None) -> Literal["missing", "shape", "type"] | None:
-    if saved is None:
-        return "missing"
+def merged(outcomes: Iterable[Mapping[str, Outcome]]) -> dict[str, Outcome]:
+    """What became of every key on all processes together: what any of them loaded is loaded."""
+    result: dict[str, Outcome] = {}
+    for own in outcomes:
+        for key, outcome in own.items():
+            known = result.get(key)
+            if known is None:
+                result[key] = outcome
+            elif known != outcome:
+                first = min(known, outcome, key=lambda one: STATUSES.index(one.status))
+                result[key] = replace(first, resharded=known.resharded or outcome.resharded)
+    return result
+
+
+def mismatch_error(
+    mismatches: Mapping[Mismatch, Sequence[int]], outcomes: Mapping[str, Outcome], processes: int = 1
+) -> MismatchError:
+    """The error that lists all mismatches.
+
+    Args:
+        mismatches: with the ranks where they were found, if that matters.
+        outcomes: for a hint at what could be meant.
+        processes: how many there are.
+    """
+    lines = [
+        f"{mismatch} ({'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))})"
+        if 0 < len(ranks) < processes
+        else str(mismatch)
+        for mismatch, ranks in mismatches.items()
+    ]
+    left = [key for key, outcome in outcomes.items() if outcome.status in ("created", "unexpected")]
+    return MismatchError(
+        f"{len(mismatches)} keys of target and checkpoint do not fit each other:\n  "
+        + "\n  ".join(lines)
+        + _hint(list(mismatches), left)
+        + "\nNothing was loaded. Change the target to what was saved, or say what else to do (missing=, unexpected=, "
+        "dtype=, rename=, only=, exclude=)",
+        tuple(mismatches),
+    )
+
+
+def unexpected_mismatches(outcomes: Mapping[str, Outcome], metadata: Metadata) -> list[Mismatch]:
+    """Mismatches for all keys that no target has."""
+    return [
+        Mismatch(key, "unexpected", "nothing", _describe(metadata.state_dict_metadata[key]))
+        for key, outcome in outcomes.items()
+        if outcome.status == "unexpected"
+    ]
+
+
+def paths_of(metadata: Metadata) -> Mapping[str, Path]:
+    """Where each saved key lay in its state dict, as far as the checkpoint says."""
+    return metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+
+
+class _Named:
+    """The parts of a checkpoint that a target names.
+
+    A target that names only "model" asks for that sub-tree; what else was saved is not requested. A flat one of
+    tensors asks for everything.
+    """
+
+    def __init__(self, state_dict: Mapping[Any, Any], paths: Mapping[str, Path]):
+        self._paths = paths
+        self._tops = {str(key) for key in state_dict}
+        self.flat = bool(state_dict) and all(isinstance(value, torch.Tensor) for value in state_dict.values())
+
+    def __contains__(self, key: str) -> bool:
+        if self.flat:
+            return True
+        path = self._paths.get(key)
+        if path:
+            return str(path[0]) in self._tops
+        return key in self._tops or any(key.startswith(f"{top}.") for top in self._tops)
+
+
+def _sources(
+    leaves: Mapping[str, Leaf], saved: Mapping[str, Saved], paths: Mapping[str, Path], policy: Policy
+) -> dict[str, str]:
+    """For each target key that is asked for, the saved key that fills it, if there is one."""
+    renamed, moved = policy.renamed(saved)
+    sources: dict[str, str] = {}
+    lacking = []
+    for key, leaf in leaves.items():
+        if not policy.asks_for(key):
+            continue
+        if key in renamed:
+            sources[key] = renamed[key]
+        elif key in saved and key not in moved:
+            sources[key] = key
+        elif not _awaits(leaf, key, paths):
+            lacking.append(key)
+    if lacking:
+        used = set(sources.values()) | moved
+        sources |= unwrapped(lacking, [key for key in saved if key not in used])
+    return sources
+
+
+def _add(found: Match, key: str, leaf: Leaf, source: str, saved: Saved, policy: Policy) -> None:
+    kind = _compare(leaf, saved, policy)
+    if kind is not None:
+        found.mismatches.append(Mismatch(key, kind, _describe_leaf(leaf), _describe(saved)))
+        return
+    other = None if source == key else source
+    if isinstance(saved, TensorStorageMetadata):
+        found.tensors[key] = source
+        have, want = saved.properties.dtype, leaf.value.dtype
+        found.outcomes[key] = Outcome("loaded", other, None if have == want else (have, want))
+    else:
+        found.objects[key] = source
+        found.outcomes[key] = Outcome("loaded", other)
+
+
+def _compare(leaf: Leaf, saved: Saved, policy: Policy) -> Kind | None:
     if leaf.is_tensor != isinstance(saved, TensorStorageMetadata):
         return "type"
-    if isinstance(saved, TensorStorageMetadata) and tuple(saved.size) != tuple(leaf.value.shape):
-        return "shape"
+    if isinstance(saved, TensorStorageMetadata):
+        if tuple(saved.size) != tuple(leaf.value.shape):
+            return "shape"
+        if policy.dtype == "error" and saved.properties.dtype != leaf.value.dtype:
+            return "dtype"
     return None
 
 
-def _unexpected(target: Mapping[str, Leaf], metadata: Metadata) -> tuple[str, ...]:
-    """A target that names only "model" asks for that sub-tree; what else was saved is not requested."""
-    paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
-    asked = {leaf.path[0] for leaf in target.values()}
-    extra = (key for key in metadata.state_dict_metadata if key not in target)
-    return tuple(key for key in extra if paths.get(key, (key,))[0] in asked)
+def _awaits(leaf: Leaf, key: str, paths: Mapping[str, Path]) -> bool:
+    """Whether the leaf stands for a container that the checkpoint has and the program has not built yet."""
+    if not is_placeholder(leaf.value):
+        return False
+    depth = len(leaf.path)
+    start = tuple(map(str, leaf.path))
+    return any(len(path) > depth and tuple(map(str, path[:depth])) == start for path in paths.values())
+
+
+def _in_order(keys: Sequence[str], paths: Mapping[str, Path]) -> list[str]:
+    """Keys as they were in the saved tree; positions of lists ascend even if several processes saved them."""
+    wanted = set(keys)
+    order = [key for key in paths if key in wanted]
+    first: dict[Path, int] = {}
+    for key in order:
+        for depth in range(1, len(paths[key]) + 1):
+            first.setdefault(paths[key][:depth], len(first))
+
+    def place(key: str) -> list[int]:
+        path = paths[key]
+        return [e if isinstance(e, int) else first[path[: n + 1]] for n, e in enumerate(path)]
+
+    return [*sorted(order, key=place), *(key for key in keys if key not in paths)]
 
 
 def _hint(mismatches: Sequence[Mismatch], unexpected: Sequence[str]) -> str:

@@ -40,10 +40,13 @@ class LocalFacts:
     Args:
         paths: DCP's mapping from each key to its path in the state dict.
         digests: for tensors that are not known to be equal on all processes, a digest of their data.
+        integers: positions in a key's path of what are integer keys of mappings. They go apart, because an
+            ``IntegerKey`` arrives as a string.
     """
 
     paths: Mapping[str, Path]
     digests: Mapping[str, bytes] = field(default_factory=dict)
+    integers: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 class SPMDSavePlanner(SavePlanner):
@@ -79,7 +82,7 @@ class SPMDSavePlanner(SavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        self._leaves = flatten(state_dict)
+        self._leaves = flatten(state_dict, with_empty=True)
         tensors = {key: leaf.value for key, leaf in self._leaves.items() if leaf.is_tensor}
         self._tensors = lay_out(tensors, self._access_of)
         self._source = ShardSource(self._tensors)
@@ -90,7 +93,7 @@ class SPMDSavePlanner(SavePlanner):
         for key in self._leaves:
             items += _offers(key, self._tensors[key]) if key in self._tensors else [_dcp.object_item(key)]
         paths = {key: leaf.path for key, leaf in self._leaves.items()}
-        return SavePlan(items, planner_data=LocalFacts(paths, self._digests()))
+        return SavePlan(items, planner_data=LocalFacts(paths, self._digests(), _integers(paths)))
 
     @without_collector
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -112,7 +115,7 @@ class SPMDSavePlanner(SavePlanner):
                 "To keep each process's own, put the rank in the key",
                 ", ".join(sorted(divergent)),
             )
-        paths = {key: path for fact in reversed(facts) for key, path in fact.paths.items()}
+        paths = {key: path for fact in reversed(facts) for key, path in _paths(fact)}
         plans = [replace(plan, items=own, planner_data=None) for plan, own in zip(all_plans, items)]
         return plans, Metadata(state_dict_metadata=metadata, planner_data=paths)
 
@@ -217,6 +220,17 @@ def _assigned(offers: Mapping[str, _Offer], divergent: Container[str]) -> Iterat
     for piece in assign([claim for _, claim in contested], written):
         item, claim = contested[piece.claim]
         yield piece.rank, item if piece.box == claim.box else _dcp.part_of(item, piece.box)
+
+
+def _integers(paths: Mapping[str, Path]) -> dict[str, list[int]]:
+    found = {key: [n for n, e in enumerate(path) if type(e) is _dcp.IntegerKey] for key, path in paths.items()}
+    return {key: positions for key, positions in found.items() if positions}
+
+
+def _paths(facts: LocalFacts) -> Iterator[tuple[str, Path]]:
+    for key, path in facts.paths.items():
+        positions = facts.integers.get(key, ())
+        yield key, tuple(_dcp.IntegerKey(e) if n in positions else e for n, e in enumerate(path)) if positions else path
 
 
 def _agree(a: TensorWriteData | None, b: TensorWriteData | None) -> bool:

@@ -1,4 +1,4 @@
-"""Flattening a state dict into keys, the way DCP names them.
+"""Flattening a state dict into keys, the way DCP names them, and putting values where the state dict has none.
 
 Keys are DCP's: path elements joined by dots; mappings always open, lists only when they hold tensors or containers
 that open; everything else, tuples too, is one leaf. Unlike DCP's own flattening, a leaf remembers the container it
@@ -7,14 +7,16 @@ came from, so that putting a value back works for keys that are not strings (opt
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
 
+from torch_xla_ckpt._dcp import IntegerKey
 from torch_xla_ckpt.errors import CheckpointError
 
 Path = tuple[str | int, ...]
+"""Elements of a key: positions in lists are integers, keys of mappings are strings."""
 
 
 class Leaf(NamedTuple):
@@ -33,25 +35,22 @@ class Leaf(NamedTuple):
     def is_tensor(self) -> bool:
         return isinstance(self.value, torch.Tensor)
 
-    def replace(self, value: Any) -> None:
-        """Put ``value`` in the leaf's place."""
-        self.container[self.slot] = value
 
-
-def flatten(state_dict: Mapping[Any, Any], whole: Container[str] = ()) -> dict[str, Leaf]:
+def flatten(state_dict: Mapping[Any, Any], whole: Container[str] = (), *, with_empty: bool = False) -> dict[str, Leaf]:
     """The leaves of a state dict by key.
 
     Args:
         state_dict: nested mappings and lists.
-        whole: keys of containers that stay one leaf. torch_xla's planners, and DCP up to 2.3, save a dict without
-            tensors as one object.
+        whole: keys of containers that stay one leaf if no tensor is in them. torch_xla's planners, and DCP up to 2.3,
+            save a dict without tensors as one object.
+        with_empty: make a leaf of an empty mapping too. DCP drops it; then nothing tells that it was there.
 
     Raises:
         CheckpointError: two leaves have the same key.
     """
     leaves: dict[str, Leaf] = {}
-    for leaf in _leaves((), state_dict, whole):
-        key = _key(leaf.path)
+    for leaf in _leaves((), state_dict, whole, with_empty):
+        key = key_of(leaf.path)
         if key in leaves:
             raise CheckpointError(
                 f"two values of the state dict have the key {key!r}: at {leaves[key].path} and at {leaf.path}. "
@@ -61,18 +60,168 @@ def flatten(state_dict: Mapping[Any, Any], whole: Container[str] = ()) -> dict[s
     return leaves
 
 
-def _leaves(path: Path, container: Any, whole: Container[str]) -> Iterator[Leaf]:
+def key_of(path: Path) -> str:
+    """DCP's name of what lies at ``path``."""
+    return ".".join(map(str, path))
+
+
+def is_placeholder(value: Any) -> bool:
+    """Whether a leaf stands for something that has not been built yet."""
+    return value is None or (type(value) is list and not value)
+
+
+class Growth:
+    """Values to be put where a state dict has nothing, all of them or none.
+
+    Args:
+        state_dict: nested mappings and lists. What is missing between it and a value is made: dicts, and lists where
+            the path has a position.
+        integers: whether the keys of a mapping at a path, which is about to be made or is empty, are integers
+            although the path has strings.
+    """
+
+    def __init__(self, state_dict: MutableMapping[Any, Any], integers: Callable[[Path], bool] = lambda path: False):
+        self._root = state_dict
+        self._integers = integers
+        self._grown: dict[int | Path, int] = {}  # length that a list will have, by its id, or its path if it is new
+        self._odd: dict[int, dict[str, Any]] = {}  # keys that are no strings and no integers, by the mapping's id
+        self._changes: list[Callable[[], None]] = []  # that undo what was done
+
+    def has_room(self, path: Path) -> bool:
+        """Whether ``insert`` could put something there. Positions of a list are to be asked for in ascending order."""
+        here: Any = self._root
+        for depth, element in enumerate(path):
+            if is_placeholder(here) and depth:
+                return self._starts(path[:depth], element)
+            if isinstance(here, MutableMapping):
+                slot = self._slot(here, element)
+                if slot is None:
+                    return self._all_start(path[: depth + 1], path[depth + 1 :])
+                here = here[slot]
+            elif isinstance(here, list) and isinstance(element, int):
+                length = max(len(here), self._grown.get(id(here), 0))
+                if element >= len(here):
+                    if element > length:
+                        return False
+                    self._grown[id(here)] = element + 1
+                    return self._all_start(path[: depth + 1], path[depth + 1 :])
+                here = here[element]
+            else:
+                return False
+        return is_placeholder(here) or (isinstance(here, Mapping) and not here)
+
+    def _all_start(self, path: Path, rest: Path) -> bool:
+        return all(self._starts((*path, *rest[:n]), element) for n, element in enumerate(rest))
+
+    def _starts(self, path: Path, element: str | int) -> bool:
+        """Whether a list that will be made at ``path`` gets its elements in order."""
+        if not isinstance(element, int):
+            return True
+        length = self._grown.get(path, 0)
+        self._grown[path] = max(length, element + 1)
+        return element <= length
+
+    def insert(self, values: Iterable[tuple[Path, Any]]) -> None:
+        """Put values at paths for which there was room, in ascending order.
+
+        Raises:
+            whatever a container raises that refuses one; then all of them are taken out again.
+        """
+        try:
+            for path, value in values:
+                self._insert(path, value)
+        except BaseException:
+            self.undo()
+            raise
+
+    def replace(self, leaf: Leaf, value: Any) -> None:
+        """Put ``value`` in the place of a leaf."""
+        self._set(leaf.container, leaf.slot, value, True)
+
+    def undo(self) -> None:
+        """Take out what was put in, and put back what it replaced."""
+        while self._changes:
+            self._changes.pop()()
+
+    def _insert(self, path: Path, value: Any) -> None:
+        here: Any = self._root
+        for depth, element in enumerate(path):
+            last = depth == len(path) - 1
+            slot: Any = element
+            if isinstance(here, MutableMapping):
+                found = self._slot(here, element)
+                slot = self._new_slot(here, path[:depth], element) if found is None else found
+                there = found is not None
+            else:
+                there = int(element) < len(here)
+            if last:
+                self._set(here, slot, value, there)
+                return
+            make = list if isinstance(path[depth + 1], int) else dict
+            current = here[slot] if there else None
+            if is_placeholder(current) and type(current) is not make:
+                self._set(here, slot, make(), there)
+            here = here[slot]
+
+    def _slot(self, mapping: Mapping[Any, Any], element: str | int) -> Any:
+        """The key of a mapping that a path's element stands for, if it is there."""
+        text = str(element)
+        if text in mapping:
+            return text
+        if _is_decimal(text) and int(text) in mapping:
+            return int(text)
+        if id(mapping) not in self._odd:
+            self._odd[id(mapping)] = {str(key): key for key in mapping if type(key) not in (str, int)}
+        return self._odd[id(mapping)].get(text)
+
+    def _new_slot(self, mapping: MutableMapping[Any, Any], path: Path, element: str | int) -> Any:
+        if isinstance(element, IntegerKey) or (_is_decimal(element) and self._has_integers(mapping, path)):
+            return int(element)
+        return str(element)
+
+    def _has_integers(self, mapping: MutableMapping[Any, Any], path: Path) -> bool:
+        if not mapping:
+            return self._integers(path)
+        return type(next(iter(mapping))) is int
+
+    def _set(self, container: Any, slot: Any, value: Any, there: bool) -> None:
+        if there:
+            old = container[slot]
+            container[slot] = value
+            self._changes.append(lambda: container.__setitem__(slot, old))
+        elif isinstance(container, list):
+            container.append(value)
+            self._changes.append(container.pop)
+        else:
+            container[slot] = value
+            self._changes.append(lambda: container.__delitem__(slot))
+
+
+def _is_decimal(element: str | int) -> bool:
+    return isinstance(element, str) and element.isdecimal() and str(int(element)) == element
+
+
+def _leaves(path: Path, container: Any, whole: Container[str], with_empty: bool) -> Iterator[Leaf]:
     is_mapping = isinstance(container, Mapping)
     for slot, value in container.items() if is_mapping else enumerate(container):
-        here = (*path, str(slot) if is_mapping else slot)
-        if not isinstance(value, torch.Tensor) and _opens(value) and _key(here) not in whole:
-            yield from _leaves(here, value, whole)
+        here = (*path, _element(slot) if is_mapping else slot)
+        if not isinstance(value, torch.Tensor) and _opens(value) and not (key_of(here) in whole and _is_plain(value)):
+            if value or not with_empty:
+                yield from _leaves(here, value, whole, with_empty)
+            else:
+                yield Leaf(here, {}, container, slot)
         else:
             yield Leaf(here, value, container, slot)
 
 
-def _key(path: Path) -> str:
-    return ".".join(map(str, path))
+def _element(slot: Any) -> str:
+    return IntegerKey(slot) if type(slot) is int else str(slot)
+
+
+def _is_plain(container: Any) -> bool:
+    """Whether there is no tensor in a mapping or list."""
+    values = container.values() if isinstance(container, Mapping) else container
+    return not any(isinstance(v, torch.Tensor) or (isinstance(v, (Mapping, list)) and not _is_plain(v)) for v in values)
 
 
 def _opens(value: Any) -> bool:

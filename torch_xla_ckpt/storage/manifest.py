@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -138,7 +139,7 @@ class Manifest:
             "software": dict(self.software),
             "block": BLOCK,
             "files": [[name, self.files[name]] for name in names],
-            "paths": {key: list(path) for key, path in paths.items()} if _are_paths(paths) else _unfit(paths),
+            "paths": {key: _path(path) for key, path in paths.items()} if _are_paths(paths) else _unfit(paths),
             "tensors": {
                 key: {
                     "dtype": str(saved.properties.dtype).removeprefix("torch."),
@@ -203,7 +204,12 @@ def _are_paths(planner_data: Any) -> bool:
         return False
     paths = planner_data.values()
     parts = chain.from_iterable(paths) if set(map(type, paths)) <= {tuple} else [None]
-    return set(map(type, planner_data)) <= {str} and set(map(type, parts)) <= {str, int}
+    return set(map(type, planner_data)) <= {str} and set(map(type, parts)) <= {str, int, _dcp.IntegerKey}
+
+
+def _path(path: Sequence[str | int]) -> Sequence[str | int | list[int]]:
+    """A path in JSON: an integer key of a mapping is a list of that integer."""
+    return [[int(element)] if type(element) is _dcp.IntegerKey else element for element in path]
 
 
 def _unfit(planner_data: Any) -> str | None:
@@ -251,8 +257,17 @@ def _metadata(top: Mapping[str, Any]) -> Metadata:
         if place.data is not None:
             raise ValueError("an object with a tensor's bytes")
     paths = top["paths"]
-    planner_data = {key: tuple(path) for key, path in paths.items()} if isinstance(paths, dict) else None
+    planner_data = {key: tuple(map(_element, path)) for key, path in paths.items()} if isinstance(paths, dict) else None
     return Metadata(state_dict_metadata=entries, planner_data=planner_data, storage_data=stored)
+
+
+def _element(element: Any) -> str | int:
+    if type(element) is list:
+        (number,) = element
+        return _dcp.IntegerKey(operator.index(number))
+    if type(element) not in (str, int):
+        raise ValueError("a path of something else than names and numbers")
+    return element
 
 
 def _stored(item: Sequence[Any], names: Sequence[str], sharding: str | None) -> Stored:

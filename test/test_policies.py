@@ -1,0 +1,422 @@
+"""What a load does where target and checkpoint differ: create, cast, rename, refuse, and say so."""
+
+import collections
+import copy
+import logging
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+
+import torch_xla_ckpt as xc
+
+
+def saved(path, state):
+    xc.save(state, path)
+    return path
+
+
+def tensors(*names):
+    return {name: torch.full((4,), float(n + 1)) for n, name in enumerate(names)}
+
+
+@pytest.fixture
+def said(caplog):
+    caplog.set_level(logging.WARNING, "torch_xla_ckpt")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+# --- the program of pytorch#126881
+
+
+class Lazy:
+    """Its state has ``data`` only once something was put in."""
+
+    def __init__(self):
+        self.content = None
+
+    def state_dict(self):
+        return {"kind": "lazy"} if self.content is None else {"kind": "lazy", "data": self.content}
+
+    def load_state_dict(self, state):
+        self.content = state.get("data")
+
+
+@pytest.mark.parametrize("call", ["dcp", "xc"])
+def test_a_nested_dict_whose_data_is_absent_gets_it_back(tmp_path, call):
+    content = {"values": torch.arange(5), "name": "n", "deep": [{"x": torch.ones(2)}, 3]}
+    saved(tmp_path, {"app": {"data": content, "step": 1}})
+    target = {"app": {"step": 0}}
+    if call == "dcp":
+        dcp.load(target, storage_reader=dcp.FileSystemReader(tmp_path), planner=xc.SPMDLoadPlanner())
+    else:
+        report = xc.load(target, tmp_path)
+        assert set(report.created) == {
+            "app.data.values", "app.data.name", "app.data.deep.0.x", "app.data.deep.1"
+        }  # fmt: skip
+    assert target["app"]["step"] == 1
+    data = target["app"]["data"]
+    assert torch.equal(data["values"], content["values"]) and data["name"] == "n"
+    assert torch.equal(data["deep"][0]["x"], torch.ones(2)) and data["deep"][1] == 3
+
+
+@pytest.mark.parametrize("call", ["dcp", "xc"])
+def test_a_stateful_whose_state_appears_later_gets_it_back(tmp_path, call):
+    writer = Lazy()
+    writer.content = {"position": 7, "buffer": torch.arange(3)}
+    saved(tmp_path, {"loader": writer})
+    reader = Lazy()
+    if call == "dcp":
+        dcp.load({"loader": reader}, checkpoint_id=tmp_path, planner=xc.SPMDLoadPlanner())
+    else:
+        xc.load({"loader": reader}, tmp_path)
+    assert reader.content["position"] == 7
+    assert torch.equal(reader.content["buffer"], torch.arange(3))
+
+
+@pytest.mark.parametrize("placeholder", [None, [], {}])
+def test_what_stands_for_something_not_built_yet_is_replaced_by_it(tmp_path, placeholder):
+    saved(tmp_path, {"a": {"list": [torch.ones(1), {"x": 2}], "dict": {"k": 1, "t": torch.zeros(2)}}})
+    for name in ("list", "dict"):
+        target = {"a": {name: copy.copy(placeholder)}}
+        if placeholder == {} and name == "list":
+            continue  # a dict is there: positions of a list have no place in it
+        xc.load(target, tmp_path)
+        assert type(target["a"][name]) is (list if name == "list" else dict)
+    assert target["a"]["dict"]["k"] == 1
+
+
+def test_integer_keys_come_back_as_integers_and_strings_as_strings(tmp_path):
+    state = {"a": {0: torch.ones(1), 7: {"x": 1}}, "b": {"0": torch.ones(1), "7": 3}, "c": {-2: 1, "y": 2}}
+    saved(tmp_path, state)
+    target = {"a": {}, "b": {}, "c": {}}
+    xc.load(target, tmp_path)
+    assert list(target["a"]) == [0, 7] and sorted(target["b"]) == ["0", "7"] and set(target["c"]) == {-2, "y"}
+
+
+def test_optimizer_state_of_stock_checkpoints_is_keyed_by_integers(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    dcp.save({"optim": optimizer.state_dict()}, checkpoint_id=tmp_path)
+    target = {"optim": torch.optim.Adam(model.parameters()).state_dict()}
+    xc.load(target, tmp_path)
+    assert list(target["optim"]["state"]) == [0, 1]
+
+
+def test_empty_containers_are_not_lost(tmp_path):
+    state = {"a": {"none": {}, "list": [{}, torch.ones(1), []], "optim": {"state": {}, "lr": 1}}, "b": {}}
+    saved(tmp_path, state)
+    target = {"a": {}, "b": None}
+    xc.load(target, tmp_path)
+    assert str(target) == str(state)
+    kept = collections.OrderedDict()
+    target = {"a": {"none": kept}}
+    xc.load(target, tmp_path)
+    assert target["a"]["none"] is kept
+
+
+def test_an_empty_dict_does_not_take_the_place_of_tensors(tmp_path):
+    saved(tmp_path, {"optim": {"state": {}}})
+    with pytest.raises(xc.MismatchError, match=r"optim\.state\.0\.m"):
+        xc.load({"optim": {"state": {0: {"m": torch.ones(1)}}}}, tmp_path)
+
+
+# --- missing
+
+
+def test_missing_keys_are_listed_in_one_error_and_nothing_is_changed(tmp_path):
+    saved(tmp_path, {"model": tensors("a")})
+    target = {"model": {**tensors("a", "b", "c"), "n": 3}}
+    before = copy.deepcopy(target)
+    with pytest.raises(xc.MismatchError) as error:
+        xc.load(target, tmp_path)
+    assert {m.key for m in error.value.mismatches} == {"model.b", "model.c", "model.n"}
+    assert str(target) == str(before)
+
+
+@pytest.mark.parametrize("policy", ["warn", "keep"])
+def test_missing_keys_keep_their_values(tmp_path, said, policy):
+    saved(tmp_path, {"model": tensors("a")})
+    target = {"model": {"a": torch.zeros(4), "b": torch.full((4,), 9.0), "n": 3}}
+    report = xc.load(target, tmp_path, missing=policy)
+    assert target["model"]["a"].eq(1).all() and target["model"]["b"].eq(9).all() and target["model"]["n"] == 3
+    assert set(report.missing) == {"model.b", "model.n"}
+    assert len(said()) == (policy == "warn")
+    assert policy == "keep" or ("model.b" in said()[0] and "model.n" in said()[0])
+
+
+# --- unexpected
+
+
+def test_what_the_target_does_not_name_is_not_requested_and_not_spoken_of(tmp_path, said):
+    saved(tmp_path, {"model": tensors("a"), "optim": {"state": tensors("m")}, "step": 4})
+    report = xc.load({"model": tensors("a")}, tmp_path)
+    assert set(report.not_requested) == {"optim.state.m", "step"}
+    assert (report.unexpected, report.created, said()) == ((), (), [])
+
+
+def test_an_empty_dict_names_its_part_of_the_tree(tmp_path):
+    saved(tmp_path, {"model": tensors("a"), "optim": {"state": tensors("m")}})
+    target = {"model": tensors("a"), "optim": {}}
+    report = xc.load(target, tmp_path)
+    assert report.created == ("optim.state.m",) and target["optim"]["state"]["m"].eq(1).all()
+
+
+@pytest.mark.parametrize("policy", ["warn", "ignore"])
+def test_unexpected_keys_can_be_left_out(tmp_path, said, policy):
+    saved(tmp_path, {"model": tensors("a", "b")})
+    target = {"model": {"a": torch.zeros(4)}}
+    report = xc.load(target, tmp_path, unexpected=policy)
+    assert report.unexpected == ("model.b",) and list(target["model"]) == ["a"]
+    assert len(said()) == (policy == "warn")
+
+
+def test_unexpected_keys_can_be_refused_with_one_error(tmp_path):
+    saved(tmp_path, {"model": {**tensors("a", "b", "c"), "n": 1}})
+    target = {"model": {"a": torch.zeros(4)}}
+    with pytest.raises(xc.MismatchError) as error:
+        xc.load(target, tmp_path, unexpected="error")
+    assert {m.key for m in error.value.mismatches} == {"model.b", "model.c", "model.n"}
+    assert target["model"]["a"].eq(0).all()
+
+
+def test_in_a_flat_target_of_tensors_nothing_is_created_and_it_says_so(tmp_path, said):
+    saved(tmp_path, tensors("a", "b"))
+    target = {"a": torch.zeros(4)}
+    report = xc.load(target, tmp_path)
+    assert list(target) == ["a"] and report.unexpected == ("b",)
+    assert len(said()) == 1 and "b" in said()[0]
+
+
+def test_created_tensors_go_where_placement_says(tmp_path):
+    saved(tmp_path, {"m": {"a": torch.ones(2, 3), "n": 5}})
+    asked = []
+
+    def placement(key, shape, dtype):
+        asked.append((key, shape, dtype))
+        return torch.device("cpu")
+
+    target = {"m": {}}
+    xc.load(target, tmp_path, placement=placement)
+    assert asked == [("m.a", torch.Size((2, 3)), torch.float32)]
+    assert target["m"]["a"].eq(1).all() and target["m"]["n"] == 5
+
+
+def test_lists_grow_and_what_has_no_place_is_reported(tmp_path, said):
+    saved(tmp_path, {"m": {"xs": [torch.zeros(1), torch.ones(1), torch.full((1,), 2.0)]}})
+    target = {"m": {"xs": [torch.full((1,), 9.0)]}}
+    xc.load(target, tmp_path)
+    assert [x.item() for x in target["m"]["xs"]] == [0, 1, 2]
+    target = {"m": {"xs": [torch.full((1,), 9.0)]}}
+    report = xc.load(target, tmp_path, exclude="m.xs.1")
+    assert [x.item() for x in target["m"]["xs"]] == [0] and report.unexpected == ("m.xs.2",)
+    assert report.not_requested == ("m.xs.1",) and len(said()) == 1
+
+
+def test_a_load_that_fails_halfway_leaves_created_objects_out(tmp_path):
+    saved(tmp_path, {"m": {"a": torch.ones(4), "big": torch.ones(1 << 16), "n": {"x": 1}}})
+    with open(next(tmp_path.glob("*.distcp")), "r+b") as file:
+        file.seek(-4096, 2)
+        file.write(b"\xff" * 2048)
+    target = {"m": {"n": {"x": 0}, "a": torch.zeros(4)}}
+    with pytest.raises(xc.CorruptCheckpointError):
+        xc.load(target, tmp_path)
+    assert set(target["m"]) == {"n", "a"} and target["m"]["n"] == {"x": 0}
+
+
+def test_what_a_container_refuses_leaves_nothing_behind(tmp_path):
+    class Picky(dict):
+        def __setitem__(self, key, value):
+            if key == "b":
+                raise KeyError("not here")
+            super().__setitem__(key, value)
+
+    saved(tmp_path, {"m": tensors("a", "b", "c"), "k": {"n": 2}})
+    target = {"m": Picky(), "k": {"n": 1}}
+    with pytest.raises(xc.CheckpointError, match="not here"):
+        xc.load(target, tmp_path)
+    assert target == {"m": {}, "k": {"n": 1}}
+
+
+# --- dtype and shape
+
+
+def test_casts_are_reported_or_refused(tmp_path, said):
+    saved(tmp_path, {"m": tensors("a", "b")})
+    target = {"m": {"a": torch.zeros(4, dtype=torch.bfloat16), "b": torch.zeros(4)}}
+    with pytest.raises(xc.MismatchError) as error:
+        xc.load(target, tmp_path, dtype="error")
+    assert [(m.key, m.kind) for m in error.value.mismatches] == [("m.a", "dtype")]
+    assert target["m"]["b"].eq(0).all()
+    report = xc.load(target, tmp_path)
+    assert report.cast == {"m.a": (torch.float32, torch.bfloat16)} and "m.a" in said()[-1]
+
+
+def test_shapes_never_differ(tmp_path):
+    saved(tmp_path, {"m": tensors("a")})
+    with pytest.raises(xc.MismatchError, match=r"m\.a"):
+        xc.load({"m": {"a": torch.zeros(5)}}, tmp_path, missing="keep", unexpected="ignore")
+
+
+# --- names
+
+
+@pytest.mark.parametrize("wrapper", ["_orig_module", "_orig_mod", "module"])
+@pytest.mark.parametrize("side", ["saved", "target"])
+def test_wrappers_prefixes_do_not_matter(tmp_path, wrapper, side):
+    plain = {"layer.weight": torch.ones(3), "layer.bias": torch.full((3,), 2.0)}
+    wrapped = {f"{wrapper}.{key}": value for key, value in plain.items()}
+    saved(tmp_path, {"model": wrapped if side == "saved" else plain})
+    target = {"model": {key: torch.zeros(3) for key in (plain if side == "saved" else wrapped)}}
+    report = xc.load(target, tmp_path)
+    assert [value[0].item() for value in target["model"].values()] == [1, 2]
+    assert len(report.renamed) == 2 and report.created == report.unexpected == ()
+
+
+def test_wrappers_prefixes_are_kept_where_they_tell_keys_apart(tmp_path):
+    saved(tmp_path, {"model": {"module.w": torch.ones(1), "_orig_mod.w": torch.ones(1)}})
+    with pytest.raises(xc.MismatchError, match=r"model\.w"):
+        xc.load({"model": {"w": torch.zeros(1)}}, tmp_path)
+
+
+def test_keys_can_be_renamed_by_mapping_and_by_function(tmp_path):
+    saved(tmp_path, {"model": {"old": torch.ones(1), "same": torch.full((1,), 2.0)}})
+    for rename in ({"model.old": "model.new"}, lambda key: key.replace("old", "new")):
+        target = {"model": {"new": torch.zeros(1), "same": torch.zeros(1)}}
+        report = xc.load(target, tmp_path, rename=rename)
+        assert (target["model"]["new"].item(), target["model"]["same"].item()) == (1, 2)
+        assert report.renamed == {"model.new": "model.old"} and report.created == ()
+
+
+def test_one_saved_key_fills_tied_weights(tmp_path):
+    saved(tmp_path, {"model": {"embed": torch.rand(8, 4)}})
+    target = {"model": {"embed": torch.zeros(8, 4), "head": torch.zeros(8, 4)}}
+    xc.load(target, tmp_path, rename={"model.embed": ["model.embed", "model.head"]})
+    assert torch.equal(target["model"]["embed"], target["model"]["head"]) and target["model"]["head"].any()
+
+
+def test_renames_that_meet_or_have_no_source_are_refused(tmp_path):
+    saved(tmp_path, {"model": tensors("a", "b")})
+    target = {"model": {"c": torch.zeros(4)}}
+    with pytest.raises(xc.CheckpointError, match=r"both 'model.a' and 'model.b'"):
+        xc.load(target, tmp_path, rename=lambda key: "model.c")
+    with pytest.raises(xc.CheckpointError, match=r"lacks: model.nope"):
+        xc.load(target, tmp_path, rename={"model.nope": "model.c"})
+    assert target["model"]["c"].eq(0).all()
+
+
+# --- parts
+
+
+def test_parts_chosen_by_patterns_are_loaded_without_a_word_about_the_rest(tmp_path, said):
+    saved(tmp_path, {"model": tensors("enc.a", "enc.b", "dec.a"), "step": 3})
+    target = {"model": {"enc.a": torch.zeros(4), "enc.b": torch.zeros(4), "dec.x": torch.zeros(4)}, "step": 0}
+    report = xc.load(target, tmp_path, only="model.enc.*")
+    assert target["model"]["enc.b"].eq(2).all() and target["step"] == 0
+    assert set(report.not_requested) == {"model.dec.a", "model.dec.x", "step"} and said() == []
+    with pytest.raises(xc.MismatchError, match=r"model\.enc\.c"):
+        xc.load({"model": {"enc.c": torch.zeros(4)}}, tmp_path, only=["model.enc.*"], exclude="*.a")
+
+
+def test_patterns_that_match_nothing_are_refused(tmp_path):
+    saved(tmp_path, {"model": tensors("a")})
+    with pytest.raises(xc.CheckpointError, match=r"'modle\.\*'"):
+        xc.load({"model": tensors("a")}, tmp_path, only=["model.*", "modle.*"])
+
+
+@pytest.mark.parametrize("option", [{"missing": "raise"}, {"unexpected": "create"}, {"dtype": "keep"}])
+def test_options_that_there_are_not_are_refused(option):
+    with pytest.raises(ValueError, match=next(iter(option))):
+        xc.SPMDLoadPlanner(**option)
+
+
+def test_the_report_prints_a_table(tmp_path):
+    saved(tmp_path, {"m": {**tensors("a", "b"), "n": 1}, "other": 2})
+    text = str(xc.load({"m": {"a": torch.zeros(4, dtype=torch.float64)}}, tmp_path))
+    for line in ("loaded", "cast", "m.a (float32 -> float64)", "created", "m.b", "not requested"):
+        assert line in text
+
+
+# --- any pair of trees
+
+KEYS = st.sampled_from(["a", "b", "c", 0, 1])
+VALUES = st.one_of(st.integers(0, 9), st.integers(0, 9).map(lambda n: torch.full((2,), float(n))))
+TREES = st.dictionaries(
+    st.sampled_from(["x", "y", "z"]),
+    st.recursive(st.dictionaries(KEYS, VALUES, max_size=3), lambda t: st.dictionaries(KEYS, t | VALUES, max_size=3)),
+    max_size=3,
+)
+
+
+def leaves(tree, path=()):
+    if not isinstance(tree, dict) or (path and not tree):
+        yield path, tree
+        return
+    for key, value in tree.items():
+        yield from leaves(value, (*path, str(key)))
+
+
+def subtree(tree, path):
+    for element in path:
+        if not isinstance(tree, dict):
+            return None
+        tree = next((value for key, value in tree.items() if str(key) == element), None)
+    return tree
+
+
+def has_tensor(tree):
+    return any(isinstance(value, torch.Tensor) for _, value in leaves(tree))
+
+
+def expected(saved_tree, target):
+    """A simple model of what becomes of every key, or None where one is a tensor and the other is none."""
+    have = dict(leaves(saved_tree))
+    want = {path: value for path, value in leaves(target) if value != {} or path in have}
+    outcomes = {}
+    # A part of the target without tensors gives way to an object that was saved in its place.
+    for path, value in have.items():
+        there = subtree(target, path)
+        if isinstance(there, dict) and there and not has_tensor(there) and not isinstance(value, torch.Tensor):
+            want = {other: v for other, v in want.items() if other[: len(path)] != path} | {path: {}}
+    for path, value in want.items():
+        if path not in have:
+            outcomes[path] = "missing"
+        elif isinstance(value, torch.Tensor) != isinstance(have[path], torch.Tensor):
+            return None
+        else:
+            outcomes[path] = "loaded"
+    for path in have:
+        if path in outcomes:
+            continue
+        ways = [subtree(target, path[:n]) for n in range(1, len(path) + 1)]
+        free = all(isinstance(way, dict) or way is None for way in ways) and ways[-1] in (None, {})
+        outcomes[path] = "not requested" if path[0] not in target else "created" if free else "unexpected"
+    return outcomes
+
+
+@given(TREES, TREES)
+def test_any_target_gets_what_it_names_and_the_report_says_so(tmp_path_factory, saved_tree, target):
+    path = tmp_path_factory.mktemp("trees")
+    xc.save(saved_tree, path)
+    outcomes = expected(saved_tree, target)
+    before = dict(leaves(target))
+    if outcomes is None:
+        with pytest.raises(xc.MismatchError):
+            xc.load(target, path, missing="keep")
+        assert str(dict(leaves(target))) == str(before)
+        return
+    report = xc.load(target, path, missing="keep")
+    assert {key: outcome.status for key, outcome in report.outcomes.items()} == {
+        ".".join(path): status for path, status in outcomes.items()
+    }
+    have, after = dict(leaves(saved_tree)), dict(leaves(target))
+    for key, status in outcomes.items():
+        if status in ("loaded", "created"):
+            assert str(after.pop(key)) == str(have[key])
+        elif status == "missing":
+            assert str(after.pop(key)) == str(before[key])
+    assert not [path for path, value in after.items() if value != {}]

@@ -1,0 +1,360 @@
+"""Restoring models that have no data yet and optimizers that never took a step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from torch_xla_ckpt import api
+from torch_xla_ckpt.device import Placement, access_of, make
+from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.materialize import Plan, Sharding
+from torch_xla_ckpt.planner.load import Place, copy_into
+from torch_xla_ckpt.planner.match import match, mismatch_error, paths_of
+from torch_xla_ckpt.planner.objects import AllowedType
+from torch_xla_ckpt.planner.policy import Dtype, Missing, Policy, Rename, Unexpected
+from torch_xla_ckpt.planner.tree import Growth, Path, flatten
+from torch_xla_ckpt.report import LoadReport
+from torch_xla_ckpt.storage import ShardReader
+
+_OPTIMIZER_KEYS = ("optim", "optimizer")
+
+
+def restore(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    state: dict[str, Any] | None = None,
+    sharding: Sharding | None = None,
+    mesh: Any = None,
+    placement: Place | None = None,
+    model_key: str | None = None,
+    optimizer_key: str | None = None,
+    missing: Missing = "error",
+    unexpected: Unexpected = "restore",
+    dtype: Dtype = "cast",
+    rename: Rename | None = None,
+    allow_types: Sequence[AllowedType] = (),
+    trust_pickle: bool = False,
+    verify: bool = True,
+    progress: bool = False,
+    storage_reader: ShardReader | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> LoadReport:
+    """Load a model and its optimizer, in whatever state of being built they are.
+
+    Parameters and buffers that have no data yet are made on their devices, already sharded, and filled from the
+    checkpoint. The optimizer's state is made like the parameters it belongs to and handed to ``load_state_dict``; no
+    step runs. Everything that can be checked is, before the model or the optimizer is changed.
+
+    Args:
+        path: folder or fsspec URL; not needed when a storage reader that knows it is given.
+        model: its parameters may be on the meta device, in host memory or on devices. They stay the same objects, so
+            an optimizer may hold them already.
+        optimizer: of the model's parameters. The checkpoint has its ``state_dict()``.
+        state: whatever else is to be loaded, by top-level key, as for ``load``: nested dicts, ``Stateful``s.
+        sharding: partition specs by patterns of parameter and buffer names (globs; the first that fits counts), where
+            names that none fits are replicated; or a function that marks the shardings of the module it is given, once
+            its tensors are on the XLA device. A tensor that is on devices already keeps what it has. Default: tensors
+            stay where they are, and those without data are made unsharded on the XLA device, or in host memory where
+            there is no torch_xla.
+        mesh: that the specs are for. A pattern may also have a pair of its own, (mesh, spec).
+        placement: where the optimizer's state goes: a function of key, shape and dtype, as for ``load``. Where it
+            returns None: like the parameter if that has the same shape, else replicated; a step count in host memory,
+            where torch keeps it.
+        model_key, optimizer_key: where they lie in the checkpoint. By default "model", or the whole of a checkpoint
+            that is nothing but a model; and the part that has "param_groups".
+        missing, unexpected, dtype, rename, allow_types, trust_pickle, verify, progress, storage_reader, process_group,
+            no_dist: see ``load``. Values to keep for what is missing must be there: parameters on the meta device have
+            none.
+
+    Returns:
+        What became of every key, what was read, and how long it took.
+
+    Raises:
+        MismatchError: target and checkpoint do not fit each other.
+        CheckpointError: the optimizer's groups or the specs do not fit, or tensors cannot be made; and as for ``load``.
+    """
+    if storage_reader is None:
+        storage_reader = ShardReader(api.given(path), verify=verify, progress=progress)
+    elif path is not None:
+        storage_reader.reset(path)
+    metadata = storage_reader.read_metadata()
+    keys = _Keys(metadata, model, model_key, optimizer, optimizer_key, state or {})
+    options: dict[str, Any] = {
+        "allow_types": allow_types,
+        "trust_pickle": trust_pickle,
+        "storage_reader": storage_reader,
+        "process_group": process_group,
+        "no_dist": no_dist,
+    }
+    slots: dict[Any, _Slot] = {}
+    groups: list[Any] = []
+    if optimizer is not None:
+        groups = _saved_groups(keys.optimizer, options)
+        slots = _slots(optimizer, groups, keys.optimizer)
+
+    plan = Plan(model, sharding, mesh) if model is not None else None
+    if model is not None:
+        kept = _require_fit(metadata, keys, model, Policy(missing, unexpected, dtype, rename))
+        assert plan is not None
+        plan.run(kept)
+
+    target: dict[str, Any] = dict(state or {})
+    if model is not None:
+        target = target | keys.nested(model.state_dict())
+    created: set[str] = set()
+    if optimizer is not None:
+        target[keys.optimizer], created = _optimizer_target(
+            metadata, keys.optimizer, optimizer, slots, groups, placement
+        )
+    report = api.load(
+        target,
+        missing=missing,
+        unexpected=unexpected,
+        dtype=dtype,
+        rename=rename,
+        placement=placement,
+        **options,
+    )
+    if state is not None:
+        state.update({key: target[key] for key in state})
+    if model is not None:
+        _set_extra_state(model, keys.taken(target))
+    if optimizer is not None:
+        optimizer.load_state_dict(target[keys.optimizer])
+    outcomes = {
+        key: replace(outcome, status="created") if key in created and outcome.status == "loaded" else outcome
+        for key, outcome in report.outcomes.items()
+    }
+    return replace(report, outcomes=outcomes)
+
+
+def prime_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return ``optimizer``, ready to load a checkpoint: for programs written for torch_xla's planners.
+
+    There, a dummy step had to create the optimizer's state. Here loading creates what is absent, so no step is run.
+    What this does is to see to it that ``optimizer.load_state_dict`` gives state that lies in host memory the sharding
+    of its parameter. ``restore`` needs neither.
+    """
+    optimizer.register_load_state_dict_pre_hook(_sharded_state)
+    return optimizer
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A parameter of an optimizer, and the options of its group."""
+
+    param: torch.Tensor
+    group: Mapping[str, Any]
+
+    def placement(self, name: str, shape: torch.Size) -> Placement | None:
+        if name == "step" and not (self.group.get("capturable") or self.group.get("fused")):
+            return None  # torch keeps it in host memory
+        return self.param
+
+
+class _Keys:
+    """Where model and optimizer lie in a checkpoint."""
+
+    def __init__(
+        self,
+        metadata: Metadata,
+        model: torch.nn.Module | None,
+        model_key: str | None,
+        optimizer: torch.optim.Optimizer | None,
+        optimizer_key: str | None,
+        state: Mapping[str, Any],
+    ):
+        paths = paths_of(metadata)
+        self._tops = list(dict.fromkeys(str(paths.get(key, (key,))[0]) for key in metadata.state_dict_metadata))
+        self.model = self._model_key(metadata, model, model_key) if model is not None else ""
+        self.optimizer = self._optimizer_key(paths, optimizer_key) if optimizer is not None else ""
+        taken = {key for key in (self.model, self.optimizer) if key} & set(state)
+        if taken:
+            raise CheckpointError(f"state= has {sorted(taken)}, where the checkpoint has the model or the optimizer")
+
+    def _model_key(self, metadata: Metadata, model: torch.nn.Module, given: str | None) -> str:
+        if given is not None:
+            return self._known(given, "model_key")
+        if "model" in self._tops:
+            return "model"
+        if any(key in metadata.state_dict_metadata for key in model.state_dict()):
+            return ""
+        raise CheckpointError(f"where does the model lie? The checkpoint has {self._shown()}; say model_key=")
+
+    def _optimizer_key(self, paths: Mapping[str, Path], given: str | None) -> str:
+        if given is not None:
+            return self._known(given, "optimizer_key")
+        found = dict.fromkeys(str(p[0]) for p in paths.values() if len(p) > 1 and p[1] == "param_groups")
+        likely = list(found) if len(found) == 1 else [key for key in _OPTIMIZER_KEYS if key in found]
+        if len(likely) != 1:
+            raise CheckpointError(
+                f"where does the optimizer lie? The checkpoint has {self._shown()}, of which {len(found)} have "
+                "param_groups; say optimizer_key="
+            )
+        return likely[0]
+
+    def _known(self, key: str, option: str) -> str:
+        if key and key not in self._tops:
+            raise CheckpointError(f"{option}={key!r} is not in the checkpoint, which has {self._shown()}")
+        return key
+
+    def _shown(self) -> str:
+        return ", ".join(map(repr, self._tops[:10])) + (", ..." if len(self._tops) > 10 else "")
+
+    def nested(self, model_state: dict[str, Any]) -> dict[str, Any]:
+        return {self.model: model_state} if self.model else model_state
+
+    def taken(self, target: Mapping[str, Any]) -> Mapping[str, Any]:
+        return target[self.model] if self.model else target
+
+
+def _require_fit(metadata: Metadata, keys: _Keys, model: torch.nn.Module, policy: Policy) -> set[str]:
+    """Show, before the model is changed, that its tensors can be loaded; returns the names of those that will not be.
+
+    Raises:
+        MismatchError: they cannot.
+    """
+    target = keys.nested(dict(model.state_dict()))
+    leaves = flatten(target)
+    found = match(target, leaves, Growth(target), metadata, policy)
+    if found.mismatches:
+        raise mismatch_error(dict.fromkeys(found.mismatches, ()), found.outcomes)
+    hollow = [
+        key
+        for key, outcome in found.outcomes.items()
+        if outcome.status == "missing" and leaves[key].is_tensor and leaves[key].value.device.type == "meta"
+    ]
+    if hollow:
+        raise CheckpointError(
+            f"the checkpoint lacks {', '.join(hollow[:10])}, and the model has no values to keep for them: they are on "
+            "the meta device. Nothing was changed. Build the model with these tensors in host memory"
+        )
+    start = f"{keys.model}." if keys.model else ""
+    return {key[len(start) :] for key, outcome in found.outcomes.items() if outcome.status == "missing"}
+
+
+def _saved_groups(key: str, options: Mapping[str, Any]) -> list[Any]:
+    """The saved ``param_groups``."""
+    found: dict[str, Any] = {key: {"param_groups": []}}
+    api.load(found, only=(f"{key}.param_groups", f"{key}.param_groups.*"), **options)
+    return list(found[key]["param_groups"])
+
+
+def _slots(optimizer: torch.optim.Optimizer, groups: Sequence[Any], key: str) -> dict[Any, _Slot]:
+    """The parameter for each number, or name, under which the checkpoint has a parameter's state.
+
+    Raises:
+        CheckpointError: the optimizer's groups are not those that were saved.
+    """
+    saved = [list(group["params"]) for group in groups]
+    have = [len(group["params"]) for group in optimizer.param_groups]
+    if [len(names) for names in saved] != have:
+        raise CheckpointError(
+            f"the optimizer's parameter groups do not fit {key!r}: the checkpoint has groups of "
+            f"{[len(names) for names in saved]} parameters, the optimizer of {have}. Nothing was changed. Give the "
+            "optimizer the groups it had when it was saved"
+        )
+    return {
+        name: _Slot(param, {**group, **{k: v for k, v in saved_group.items() if k != "params"}})
+        for names, group, saved_group in zip(saved, optimizer.param_groups, groups)
+        for name, param in zip(names, group["params"])
+    }
+
+
+def _optimizer_target(
+    metadata: Metadata,
+    top: str,
+    optimizer: torch.optim.Optimizer,
+    slots: Mapping[Any, _Slot],
+    groups: list[Any],
+    placement: Place | None,
+) -> tuple[dict[str, Any], set[str]]:
+    """A state dict for ``optimizer`` with all that the checkpoint has for it, and the keys that are new in it."""
+    target: dict[str, Any] = {"state": {}, "param_groups": groups}
+    by_text = {str(name): (name, slot) for name, slot in slots.items()}
+    created: set[str] = set()
+    values: list[tuple[Path, Any]] = []
+    for key, path in _state_paths(metadata, top):
+        element = str(path[2])
+        if element not in by_text:
+            raise CheckpointError(
+                f"{key!r} is the state of a parameter that none of the saved groups has. Nothing was loaded. Save the "
+                "optimizer's state_dict() as it is"
+            )
+        name, slot = by_text[element]
+        target["state"].setdefault(name, {})
+        saved = metadata.state_dict_metadata[key]
+        value = None
+        if isinstance(saved, TensorStorageMetadata):
+            shape, dtype = torch.Size(saved.size), saved.properties.dtype
+            value = _existing(optimizer, slot, path[3:], shape)
+            if value is None:
+                created.add(key)
+                place = placement(key, shape, dtype) if placement is not None else None
+                try:
+                    where = slot.placement(str(path[-1]), shape) if place is None else place
+                    value = make(shape, dtype, where)
+                except ValueError as error:
+                    raise CheckpointError(f"cannot create {key!r} where placement= says: {error}") from error
+        else:
+            created.add(key)
+        values.append((path[1:], value))
+    Growth(target).insert(values)
+    return target, created
+
+
+def _state_paths(metadata: Metadata, top: str) -> Iterator[tuple[str, Path]]:
+    for key, path in paths_of(metadata).items():
+        if len(path) > 3 and str(path[0]) == top and path[1] == "state":
+            yield key, path
+
+
+def _existing(optimizer: torch.optim.Optimizer, slot: _Slot, path: Path, shape: torch.Size) -> torch.Tensor | None:
+    """The tensor that the optimizer has there already."""
+    here: Any = optimizer.state.get(slot.param, {})
+    for element in path:
+        if not isinstance(here, Mapping) or element not in here:
+            return None
+        here = here[element]
+    return here if isinstance(here, torch.Tensor) and here.shape == shape else None
+
+
+def _set_extra_state(model: torch.nn.Module, loaded: Mapping[str, Any]) -> None:
+    extra = {key: value for key, value in loaded.items() if key.rpartition(".")[2] == "_extra_state"}
+    if extra:
+        model.load_state_dict(extra, strict=False)
+
+
+def _sharded_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """``state_dict`` with what lies in host memory and is as large as its parameter on devices, sharded like that."""
+    names = [name for group in state_dict["param_groups"] for name in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    by_name = dict(zip(names, params))
+    state: dict[Any, Any] = {
+        name: dict(own) if isinstance(own, dict) else own for name, own in state_dict["state"].items()
+    }
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for name, own in state.items():
+        if name not in by_name or not isinstance(own, dict):
+            continue
+        param = by_name[name]
+        for part, value in own.items():
+            if _is_on_host(value) and param.device.type == "xla" and value.shape == param.shape and value.ndim:
+                own[part] = make(value.shape, value.dtype, param)
+                pairs.append((own[part], value))
+    copy_into(pairs, access_of)
+    return {**state_dict, "state": state}
+
+
+def _is_on_host(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu"
