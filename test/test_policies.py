@@ -228,6 +228,20 @@ def test_a_load_that_fails_halfway_leaves_created_objects_out(tmp_path):
     assert set(target["m"]) == {"n", "a"} and target["m"]["n"] == {"x": 0}
 
 
+class Odd:
+    """A type that nobody allowed."""
+
+
+def test_an_object_that_is_not_safe_is_not_created(tmp_path):
+    saved(tmp_path, {"m": {"a": torch.ones(4), "odd": Odd(), "n": {"x": 1}}})
+    target = {"m": {"n": {"x": 0}}}
+    with pytest.raises(xc.UnsafeObjectError, match=r"'m\.odd'.*Odd"):
+        xc.load(target, tmp_path)
+    assert target == {"m": {"n": {"x": 0}}}
+    xc.load(target, tmp_path, allow_types=[Odd])
+    assert type(target["m"]["odd"]) is Odd and target["m"]["n"] == {"x": 1}
+
+
 def test_what_a_container_refuses_leaves_nothing_behind(tmp_path):
     class Picky(dict):
         def __setitem__(self, key, value):

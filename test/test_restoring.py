@@ -1,5 +1,12 @@
 """Models without data and optimizers that never took a step come back as if they had never been away."""
 
+import json
+import os
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
 import pytest
 import torch
 import torch_xla
@@ -139,6 +146,20 @@ def test_fused_optimizers_of_host_models(tmp_path):
     assert next(fresh.parameters()).device.type == "cpu"
 
 
+def test_host_memory_holds_one_tensor_and_the_budget_beside_the_shards(tmp_path):
+    """Virtual devices keep their shards in host memory: the state itself is there once, and little more."""
+    program = [sys.executable, str(Path(__file__).with_name("restoring_peak.py"))]
+    # glibc keeps what was freed for later; what is in use is what counts here.
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
+    subprocess.run([*program, "save", str(tmp_path)], env=env, check=True, timeout=100)
+    done = subprocess.run([*program, "restore", str(tmp_path)], env=env, check=True, timeout=100, capture_output=True)
+    measured = json.loads(done.stdout.splitlines()[-1])
+    one_tensor, budget, program_itself = 16, 16, 32
+    assert measured["state"] == 576 <= measured["remains"] + 1
+    assert measured["peak"] <= measured["state"] + one_tensor + budget + program_itself, measured
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     path = tmp_path_factory.mktemp("trained")
@@ -201,6 +222,30 @@ def test_state_goes_where_placement_says(trained):
     state = optimizer.state[model.second.weight]
     assert "devices=[8,1]" in spec_of(state["exp_avg"]) and "devices=[4,2]" in spec_of(state["exp_avg_sq"])
     assert "optim.state.0.exp_avg" in asked
+
+
+def test_an_axis_that_the_mesh_lacks_is_refused_before_anything_is_changed(trained):
+    path, _ = trained
+    model = on_meta()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(xc.CheckpointError, match=r"'optim.state.0.exp_avg'.*no axis 'z'"):
+        xc.restore(
+            path,
+            model=model,
+            optimizer=optimizer,
+            sharding=shard,
+            placement=lambda key, shape, dtype: (ON, ("z", None)) if len(shape) == 2 else None,
+        )
+    assert unchanged(model) and not optimizer.state
+
+
+def test_tensors_that_cannot_be_exchanged_are_named_before_anything_is_changed(trained):
+    path, _ = trained
+    model = on_meta()
+    watched = weakref.ref(model.second.weight)
+    with pytest.raises(xc.CheckpointError, match=r"weak references to second\.weight"):
+        xc.restore(path, model=model, sharding=shard)
+    assert unchanged(model) and watched() is model.second.weight
 
 
 def unchanged(model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -50,6 +51,7 @@ class Plan:
         self._there = [one for one in unique if one.tensor.device.type == "xla" and id(one.tensor) in self._specs]
         self._require_specs([one for one in unique if id(one.tensor) in self._specs])
         self._resets = _resets(self._to_move)
+        _require_no_weak_references(self._to_move)
 
     def _moves(self, tensor: torch.Tensor, sharded: bool) -> bool:
         return tensor.device.type == "meta" or (sharded and tensor.device.type == "cpu")
@@ -159,18 +161,26 @@ def _resets(moved: Sequence[_Held]) -> list[Callable[[], object]]:
     return list(resets.values())
 
 
+def _require_no_weak_references(moved: Sequence[_Held]) -> None:
+    """Show that tensors can be exchanged under the eyes of whoever holds them, which torch refuses for weak references.
+
+    Raises:
+        CheckpointError: one cannot.
+    """
+    held = [one.name for one in moved if weakref.getweakrefs(one.tensor)]
+    if held:
+        raise CheckpointError(
+            f"something has weak references to {', '.join(held[:10])}, so that they cannot be given a place on "
+            "devices. Nothing was changed. Restore before whatever makes these references"
+        )
+
+
 def _exchange(one: _Held, new: torch.Tensor) -> None:
     """Make a tensor what ``new`` is; it stays the same object for whoever holds it, such as an optimizer."""
     old = one.tensor
     if isinstance(old, torch.nn.Parameter):
         new = torch.nn.Parameter(new, requires_grad=old.requires_grad)
-    try:
-        torch.utils.swap_tensors(old, new)
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"{one.name!r} cannot be given a place on devices, because something else holds on to it ({error}). "
-            "Restore before anything computes with the model, and drop weak references to its parameters"
-        ) from error
+    torch.utils.swap_tensors(old, new)
 
 
 def _without_random_numbers(reset: Callable[[], object]) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torch_xla_ckpt import api
-from torch_xla_ckpt.device import Placement, access_of, make
+from torch_xla_ckpt.device import Placement, access_of, make, require_place
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.materialize import Plan, Sharding
 from torch_xla_ckpt.planner.load import Place, copy_into
@@ -98,9 +98,11 @@ def restore(
     }
     slots: dict[Any, _Slot] = {}
     groups: list[Any] = []
+    parts: list[_Part] = []
     if optimizer is not None:
         groups = _saved_groups(keys.optimizer, options)
         slots = _slots(optimizer, groups, keys.optimizer)
+        parts = _parts(metadata, keys.optimizer, optimizer, slots, placement)
 
     plan = Plan(model, sharding, mesh) if model is not None else None
     if model is not None:
@@ -113,9 +115,7 @@ def restore(
         target = target | keys.nested(model.state_dict())
     created: set[str] = set()
     if optimizer is not None:
-        target[keys.optimizer], created = _optimizer_target(
-            metadata, keys.optimizer, optimizer, slots, groups, placement
-        )
+        target[keys.optimizer], created = _optimizer_target(optimizer, slots, groups, parts)
     report = api.load(
         target,
         missing=missing,
@@ -271,45 +271,85 @@ def _slots(optimizer: torch.optim.Optimizer, groups: Sequence[Any], key: str) ->
     }
 
 
-def _optimizer_target(
+@dataclass(frozen=True)
+class _Part:
+    """A part of an optimizer's saved state: a tensor of a shape and dtype, or an object without them."""
+
+    key: str
+    path: Path
+    slot: _Slot
+    shape: torch.Size | None = None
+    dtype: torch.dtype | None = None
+    place: Placement | None = None
+
+    def value(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+        """A tensor to load into: the optimizer's own, or a new one."""
+        if self.shape is None or self.dtype is None:
+            return None
+        there = self.existing(optimizer)
+        if there is not None:
+            return there
+        place = self.slot.placement(str(self.path[-1]), self.shape) if self.place is None else self.place
+        return make(self.shape, self.dtype, place)
+
+    def existing(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+        here: Any = optimizer.state.get(self.slot.param, {})
+        for element in self.path[3:]:
+            if not isinstance(here, Mapping) or element not in here:
+                return None
+            here = here[element]
+        return here if isinstance(here, torch.Tensor) and here.shape == self.shape else None
+
+
+def _parts(
     metadata: Metadata,
     top: str,
     optimizer: torch.optim.Optimizer,
     slots: Mapping[Any, _Slot],
-    groups: list[Any],
     placement: Place | None,
-) -> tuple[dict[str, Any], set[str]]:
-    """A state dict for ``optimizer`` with all that the checkpoint has for it, and the keys that are new in it."""
-    target: dict[str, Any] = {"state": {}, "param_groups": groups}
-    by_text = {str(name): (name, slot) for name, slot in slots.items()}
-    created: set[str] = set()
-    values: list[tuple[Path, Any]] = []
+) -> list[_Part]:
+    """What the checkpoint has of the optimizer's state.
+
+    Raises:
+        CheckpointError: it belongs to no parameter, or cannot be where ``placement`` says.
+    """
+    by_text = {str(name): slot for name, slot in slots.items()}
+    parts: list[_Part] = []
     for key, path in _state_paths(metadata, top):
-        element = str(path[2])
-        if element not in by_text:
+        slot = by_text.get(str(path[2]))
+        if slot is None:
             raise CheckpointError(
-                f"{key!r} is the state of a parameter that none of the saved groups has. Nothing was loaded. Save the "
+                f"{key!r} is the state of a parameter that none of the saved groups has. Nothing was changed. Save the "
                 "optimizer's state_dict() as it is"
             )
-        name, slot = by_text[element]
-        target["state"].setdefault(name, {})
+        part = _Part(key, path, slot)
         saved = metadata.state_dict_metadata[key]
-        value = None
         if isinstance(saved, TensorStorageMetadata):
             shape, dtype = torch.Size(saved.size), saved.properties.dtype
-            value = _existing(optimizer, slot, path[3:], shape)
-            if value is None:
-                created.add(key)
-                place = placement(key, shape, dtype) if placement is not None else None
+            part = replace(part, shape=shape, dtype=dtype)
+            if placement is not None and part.existing(optimizer) is None:
+                place = placement(key, shape, dtype)
                 try:
-                    where = slot.placement(str(path[-1]), shape) if place is None else place
-                    value = make(shape, dtype, where)
+                    require_place(place, shape)
                 except ValueError as error:
-                    raise CheckpointError(f"cannot create {key!r} where placement= says: {error}") from error
-        else:
-            created.add(key)
-        values.append((path[1:], value))
-    Growth(target).insert(values)
+                    raise CheckpointError(
+                        f"cannot create {key!r}, of shape {tuple(shape)}, where placement= says: {error}. Nothing "
+                        "was changed"
+                    ) from error
+                part = replace(part, place=place)
+        parts.append(part)
+    return parts
+
+
+def _optimizer_target(
+    optimizer: torch.optim.Optimizer, slots: Mapping[Any, _Slot], groups: list[Any], parts: Sequence[_Part]
+) -> tuple[dict[str, Any], set[str]]:
+    """A state dict for ``optimizer`` with all that the checkpoint has for it, and the keys that are new in it."""
+    with_state = {str(part.path[2]) for part in parts}
+    state: dict[Any, Any] = {name: {} for name in slots if str(name) in with_state}
+    target = {"state": state, "param_groups": groups}
+    created = {part.key for part in parts if part.existing(optimizer) is None}
+    Growth(target).insert((part.path[1:], part.value(optimizer)) for part in parts)
     return target, created
 
 
@@ -317,16 +357,6 @@ def _state_paths(metadata: Metadata, top: str) -> Iterator[tuple[str, Path]]:
     for key, path in paths_of(metadata).items():
         if len(path) > 3 and str(path[0]) == top and path[1] == "state":
             yield key, path
-
-
-def _existing(optimizer: torch.optim.Optimizer, slot: _Slot, path: Path, shape: torch.Size) -> torch.Tensor | None:
-    """The tensor that the optimizer has there already."""
-    here: Any = optimizer.state.get(slot.param, {})
-    for element in path:
-        if not isinstance(here, Mapping) or element not in here:
-            return None
-        here = here[element]
-    return here if isinstance(here, torch.Tensor) and here.shape == shape else None
 
 
 def _set_extra_state(model: torch.nn.Module, loaded: Mapping[str, Any]) -> None:

@@ -5,6 +5,6 @@ device that plain torch can copy from), ``xla`` for tensors on XLA devices. Only
 torch_xla, and it is imported when the first XLA tensor is met, so everything else works without torch_xla.
 """
 
-from torch_xla_ckpt.device.access import Placement, TensorAccess, access_of, make
+from torch_xla_ckpt.device.access import Placement, TensorAccess, access_of, make, require_place
 
-__all__ = ["Placement", "TensorAccess", "access_of", "make"]
+__all__ = ["Placement", "TensorAccess", "access_of", "make", "require_place"]

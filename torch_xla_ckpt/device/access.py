@@ -54,6 +54,19 @@ def _access(device_type: str) -> TensorAccess:
     return HostAccess()
 
 
+def require_place(place: Placement | None, shape: torch.Size) -> None:
+    """Show that a tensor of a shape can be made at ``place``.
+
+    Raises:
+        ValueError: a spec does not fit the mesh or the shape.
+    """
+    if isinstance(place, tuple):
+        from torch_xla_ckpt.device import xla
+
+        mesh, spec = place
+        xla.require_spec(mesh, spec, shape)
+
+
 def make(shape: torch.Size, dtype: torch.dtype, place: Placement | None) -> torch.Tensor:
     """A new tensor that is about to be loaded: on its devices and sharded already, or in host memory.
 
