@@ -189,6 +189,32 @@ assert not importlib.util.find_spec("torch_xla") and not importlib.util.find_spe
     subprocess.run([python("newer torch"), "-c", code], check=True, timeout=60, env=environment(), cwd="/")
 
 
+def test_a_meta_device_model_is_restored_without_torch_xla(tmp_path):
+    code = """
+import torch, torch_xla_ckpt as xc
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.ones(1, 3)).sum().backward()
+optimizer.step()
+xc.save({"model": model.state_dict(), "optim": optimizer.state_dict(), "step": 3}, ".")
+with torch.device("meta"):
+    empty = torch.nn.Linear(3, 2)
+unstepped = torch.optim.AdamW(empty.parameters())
+state = {"step": None}
+try:
+    xc.restore(".", model=empty, sharding=print)
+except ImportError as error:
+    assert "torch_xla_ckpt[xla]" in str(error) and empty.weight.is_meta
+else:
+    raise SystemExit("sharded without torch_xla")
+xc.restore(".", model=empty, optimizer=unstepped, state=state)
+assert state == {"step": 3} and torch.equal(empty.weight, model.weight) and empty.weight.requires_grad
+assert torch.equal(unstepped.state[empty.bias]["exp_avg"], optimizer.state[model.bias]["exp_avg"])
+"""
+    env = environment(PYTHONPATH=str(ROOT))
+    subprocess.run([python("newer torch"), "-c", code], check=True, timeout=60, env=env, cwd=tmp_path)
+
+
 @on_every_torch
 @from_every_mesh
 def test_stock_torch_reads_every_bit_into_plain_tensors(work, version, saved_from):

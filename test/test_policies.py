@@ -93,6 +93,9 @@ def test_integer_keys_come_back_as_integers_and_strings_as_strings(tmp_path):
     saved(tmp_path, state)
     target = {"a": {}, "b": {}, "c": {}}
     xc.load(target, tmp_path)
+    deeper = {"a": {7: {}}, "c": {-2: None}}
+    xc.load(deeper, tmp_path)
+    assert deeper == {"a": {7: {"x": 1}, 0: torch.ones(1)}, "c": {-2: 1, "y": 2}}
     assert list(target["a"]) == [0, 7] and sorted(target["b"]) == ["0", "7"] and set(target["c"]) == {-2, "y"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -40,6 +41,8 @@ class Plan:
     """
 
     def __init__(self, model: torch.nn.Module, sharding: Sharding | None, mesh: Any):
+        if sharding is not None:
+            importlib.import_module("torch_xla_ckpt.device.xla")  # says what to do where there is no torch_xla
         self._model = model
         self._mark = sharding if callable(sharding) else None
         held = list(_held(model))

@@ -86,7 +86,12 @@ def make(shape: torch.Size, dtype: torch.dtype, place: Placement | None) -> torc
         mesh, spec = place
         return xla.make(shape, dtype, xla.op_sharding(mesh, spec, shape))
     if not isinstance(place, torch.Tensor):
-        return torch.zeros(shape, dtype=dtype, device=place)
+        device = torch.device(place)
+        if device.type == "xla":
+            from torch_xla_ckpt.device import xla
+
+            return xla.make(shape, dtype, None)
+        return torch.empty(shape, dtype=dtype, device=device)
     if place.device.type == "xla":
         from torch_xla_ckpt.device import xla
 

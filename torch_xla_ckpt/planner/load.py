@@ -224,7 +224,7 @@ class SPMDLoadPlanner(LoadPlanner):
             logger.info("these keys were not in the target, and were created: %s", ", ".join(created))
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        self.outcomes = central_plan.planner_data
+        self.outcomes = central_plan.planner_data or self._match.outcomes
         self.planned_at = time.perf_counter()
         self._complete_if_all_is_there()
         return central_plan
@@ -242,13 +242,17 @@ class SPMDLoadPlanner(LoadPlanner):
             if self._completed or self._unfinished or len(self._objects) < len(self._match.objects):
                 return
             self._completed = True
-            for key, value in self._objects.items():
-                if key in self._match.created:
-                    self._created[key] = value
-                else:
-                    leaf = self._leaves[key]
-                    self._growth.replace(leaf, _loaded(leaf, value, self._access_of))
-            self._growth.insert((path, self._created[key]) for key, path in self._match.created.items())
+            try:
+                for key, value in self._objects.items():
+                    if key in self._match.created:
+                        self._created[key] = value
+                    else:
+                        leaf = self._leaves[key]
+                        self._growth.replace(leaf, _loaded(leaf, value, self._access_of))
+                self._growth.insert((path, self._created[key]) for key, path in self._match.created.items())
+            except BaseException:
+                self._growth.undo()
+                raise
 
     def undo(self) -> None:
         """Take out of the target what was created, and put its objects back; tensors stay as they are."""

@@ -71,7 +71,7 @@ def is_placeholder(value: Any) -> bool:
 
 
 class Growth:
-    """Values to be put where a state dict has nothing, all of them or none.
+    """Values to be put where a state dict has nothing; all that was done can be undone.
 
     Args:
         state_dict: nested mappings and lists. What is missing between it and a value is made: dicts, and lists where
@@ -92,7 +92,7 @@ class Growth:
         here: Any = self._root
         for depth, element in enumerate(path):
             if is_placeholder(here) and depth:
-                return self._starts(path[:depth], element)
+                return self._all_start(path[:depth], path[depth:])
             if isinstance(here, MutableMapping):
                 slot = self._slot(here, element)
                 if slot is None:
@@ -122,17 +122,9 @@ class Growth:
         return element <= length
 
     def insert(self, values: Iterable[tuple[Path, Any]]) -> None:
-        """Put values at paths for which there was room, in ascending order.
-
-        Raises:
-            whatever a container raises that refuses one; then all of them are taken out again.
-        """
-        try:
-            for path, value in values:
-                self._insert(path, value)
-        except BaseException:
-            self.undo()
-            raise
+        """Put values at paths for which there was room, in ascending order; containers may refuse them."""
+        for path, value in values:
+            self._insert(path, value)
 
     def replace(self, leaf: Leaf, value: Any) -> None:
         """Put ``value`` in the place of a leaf."""
@@ -198,7 +190,7 @@ class Growth:
 
 
 def _is_decimal(element: str | int) -> bool:
-    return isinstance(element, str) and element.isdecimal() and str(int(element)) == element
+    return isinstance(element, str) and element.removeprefix("-").isdecimal() and str(int(element)) == element
 
 
 def _leaves(path: Path, container: Any, whole: Container[str], with_empty: bool) -> Iterator[Leaf]:
