@@ -23,6 +23,7 @@ from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
 from torch_xla_ckpt.layout import Box, ChunkIndex, Flaw, covers_exactly, find_flaws
 from torch_xla_ckpt.planner.buffers import Buffers
 from torch_xla_ckpt.planner.match import (
+    LOADED,
     Mismatch,
     match,
     merged,
@@ -211,10 +212,12 @@ class SPMDLoadPlanner(LoadPlanner):
         return [replace(plan, planner_data=outcomes) for plan in global_plan]
 
     def _say(self, outcomes: Mapping[str, Outcome]) -> None:
-        def keys(status: str) -> list[str]:
-            return [key for key, outcome in outcomes.items() if outcome.status == status]
+        odd = {key: outcome for key, outcome in outcomes.items() if outcome is not LOADED}
 
-        casts = [(key, outcome.cast) for key, outcome in outcomes.items() if outcome.cast]
+        def keys(status: str) -> list[str]:
+            return [key for key, outcome in odd.items() if outcome.status == status]
+
+        casts = [(key, outcome.cast) for key, outcome in odd.items() if outcome.cast]
         _warn("were cast to the target's dtype", [f"{key} ({a} -> {b})" for key, (a, b) in casts])
         if self._policy.missing == "warn":
             _warn("are in the target, not in the checkpoint, and were left as they are", keys("missing"))

@@ -15,6 +15,7 @@ from torch_xla_ckpt.planner.tree import Growth, Leaf, Path, is_placeholder
 from torch_xla_ckpt.report import STATUSES, Outcome
 
 Saved = TensorStorageMetadata | BytesStorageMetadata
+LOADED = Outcome("loaded")  # one for all of the many keys that simply fit
 Kind = Literal["missing", "shape", "type", "dtype", "unexpected"]
 
 
@@ -112,8 +113,9 @@ def match(
 
 def merged(outcomes: Iterable[Mapping[str, Outcome]]) -> dict[str, Outcome]:
     """What became of every key on all processes together: what any of them loaded is loaded."""
-    result: dict[str, Outcome] = {}
-    for own in outcomes:
+    first_process, *others = outcomes
+    result = dict(first_process)
+    for own in others:
         for key, outcome in own.items():
             known = result.get(key)
             if known is None:
@@ -217,7 +219,11 @@ def _add(found: Match, key: str, leaf: Leaf, source: str, saved: Saved, policy: 
     if isinstance(saved, TensorStorageMetadata):
         found.tensors[key] = source
         have, want = saved.properties.dtype, leaf.value.dtype
-        found.outcomes[key] = Outcome("loaded", other, None if have == want else (have, want))
+        found.outcomes[key] = (
+            LOADED
+            if have == want and other is None
+            else Outcome("loaded", other, None if have == want else (have, want))
+        )
     else:
         found.objects[key] = source
         found.outcomes[key] = Outcome("loaded", other)

@@ -43,6 +43,8 @@ class Policy:
 
     def asks_for(self, key: str) -> bool:
         """Whether ``only`` and ``exclude`` let the key through."""
+        if not self.only and not self.exclude:
+            return True
         chosen = not self.only or any(fnmatchcase(key, pattern) for pattern in self.only)
         return chosen and not any(fnmatchcase(key, pattern) for pattern in self.exclude)
 
