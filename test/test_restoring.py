@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.distributed.spmd as xs
 from meshes import holds, mesh, settle, spec_of
+from torch_xla.experimental.distributed_checkpoint import SPMDSavePlanner
 
 import torch_xla_ckpt as xc
 
@@ -370,6 +372,25 @@ def test_prime_optimizer_returns_its_argument_and_state_comes_back_sharded(train
         assert spec_of(own["exp_avg"]) == spec_of(param)
         number = next(n for n, p in enumerate(model.parameters()) if p is param)
         assert holds(own["exp_avg"], state["optim"]["state"][number]["exp_avg"])
+
+
+@pytest.mark.parametrize("planner", [dcp.DefaultSavePlanner, xc.SPMDSavePlanner, SPMDSavePlanner], ids=str)
+@pytest.mark.filterwarnings("ignore:The function definition for SavePlanner")
+def test_checkpoints_of_others(tmp_path, planner):
+    """Written by DCP's storage, with any planner: torch_xla's keeps a dict without tensors in one piece."""
+    model, fresh = Block(), on_meta()
+    optimizer, restored = (torch.optim.AdamW(groups(m)) for m in (model, fresh))
+    for x in batches(2):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path), planner=planner())
+    xc.restore(tmp_path, model=fresh, optimizer=restored, sharding=shard)
+    for old, new in zip(model.parameters(), fresh.parameters()):
+        assert holds(new, old.detach())
+        for key, value in optimizer.state[old].items():
+            assert holds(restored.state[new][key], value) if value.ndim else restored.state[new][key] == value
 
 
 def test_a_checkpoint_that_is_nothing_but_a_model(tmp_path):

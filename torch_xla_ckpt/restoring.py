@@ -246,7 +246,7 @@ def _require_fit(metadata: Metadata, keys: _Keys, model: torch.nn.Module, policy
 def _saved_groups(key: str, options: Mapping[str, Any]) -> list[Any]:
     """The saved ``param_groups``."""
     found: dict[str, Any] = {key: {"param_groups": []}}
-    api.load(found, only=(f"{key}.param_groups", f"{key}.param_groups.*"), **options)
+    api.load(found, only=f"{key}.param_groups*", **options)
     return list(found[key]["param_groups"])
 
 
