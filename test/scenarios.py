@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch_xla.distributed.spmd as xs
-from meshes import mesh, put, random_bits, same_bits, settle
+from meshes import holds, mesh, put, random_bits, same_bits, settle
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
 import torch_xla_ckpt as xc
@@ -148,6 +148,34 @@ def what_is_created(rank, world, folder):
     assert target == {"model": {}, "loader": {}}
 
 
+def restored_from_nothing(rank, world, folder):
+    """A meta-device model and an optimizer that never took a step, in every process; the report is the same on all."""
+    path = Path(folder) / "trained"
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    xc.save({"model": model.state_dict(), "optim": optimizer.state_dict(), "step": 1}, path)
+    with torch.device("meta"):
+        empty = torch.nn.Linear(8, 16)
+    unstepped = torch.optim.SGD(empty.parameters(), lr=0.1, momentum=0.9)
+    state = {"step": None}
+    rules = {"weight": ("a", "b"), "bias": ("a",)}
+    report = xc.restore(path, model=empty, optimizer=unstepped, state=state, sharding=rules, mesh=mesh((4, 2)))
+    reports = [None] * world
+    dist.all_gather_object(reports, dict(report.outcomes))
+    assert all(other == reports[0] for other in reports) and report.created and state == {"step": 1}
+    for old, new in zip(model.parameters(), empty.parameters()):
+        assert holds(new, old.detach())
+        assert holds(unstepped.state[new]["momentum_buffer"], optimizer.state[old]["momentum_buffer"])
+
+    other = torch.optim.SGD([empty.weight] if rank == 1 else empty.parameters(), lr=0.1)
+    with pytest.raises(xc.CheckpointError, match="" if rank == 1 else "^rank 1: the optimizer's parameter groups"):
+        xc.restore(path, optimizer=other)
+    assert not other.state
+
+
 def failing(plan, planner):
     raise OSError("the cable was pulled")
 
@@ -221,6 +249,7 @@ def misfortunes(rank, world, folder):
         one_fails_to_write,
         one_asks_for_what_is_not_there,
         what_is_created,
+        restored_from_nothing,
         processes_differ,
         shapes_differ,
         one_saves_alone,

@@ -153,6 +153,29 @@ def load(
     )
 
 
+@contextmanager
+def agreed(process_group: dist.ProcessGroup | None, no_dist: bool) -> Iterator[None]:
+    """Let what fails in one process's block fail in all, before any of them goes on to wait for it.
+
+    Raises:
+        CheckpointError: with the rank and what it raised, where it was another's.
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        own = error
+    if _initialized() and not no_dist:
+        found: list[str | None] = [None] * dist.get_world_size(process_group)
+        text = None if own is None else str(own) if isinstance(own, CheckpointError) else f"{type(own).__name__}: {own}"
+        dist.all_gather_object(found, text, group=process_group)
+        failed = [rank for rank, what in enumerate(found) if what is not None]
+        if failed and own is None:
+            raise CheckpointError(f"rank {failed[0]}: {found[failed[0]]}")
+    if own is not None:
+        raise own
+
+
 def given(path: _Path | None) -> _Path:
     """``path``, or the error that says that it is needed."""
     if path is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -87,8 +88,7 @@ def restore(
         storage_reader = ShardReader(api.given(path), verify=verify, progress=progress)
     elif path is not None:
         storage_reader.reset(path)
-    metadata = storage_reader.read_metadata()
-    keys = _Keys(metadata, model, model_key, optimizer, optimizer_key, state or {})
+    together = functools.partial(api.agreed, process_group, no_dist)
     options: dict[str, Any] = {
         "allow_types": allow_types,
         "trust_pickle": trust_pickle,
@@ -96,19 +96,22 @@ def restore(
         "process_group": process_group,
         "no_dist": no_dist,
     }
-    slots: dict[Any, _Slot] = {}
-    groups: list[Any] = []
-    parts: list[_Part] = []
-    if optimizer is not None:
-        groups = _saved_groups(keys.optimizer, options)
-        slots = _slots(optimizer, groups, keys.optimizer)
-        parts = _parts(metadata, keys.optimizer, optimizer, slots, placement)
-
-    plan = Plan(model, sharding, mesh) if model is not None else None
-    if model is not None:
-        kept = _require_fit(metadata, keys, model, Policy(missing, unexpected, dtype, rename))
-        assert plan is not None
-        plan.run(kept)
+    with together():
+        metadata = storage_reader.read_metadata()
+        keys = _Keys(metadata, model, model_key, optimizer, optimizer_key, state or {})
+    groups: list[Any] = [] if optimizer is None else _saved_groups(keys.optimizer, options)
+    with together():
+        slots: dict[Any, _Slot] = {}
+        parts: list[_Part] = []
+        if optimizer is not None:
+            slots = _slots(optimizer, groups, keys.optimizer)
+            parts = _parts(metadata, keys.optimizer, optimizer, slots, placement)
+        if model is not None:
+            plan = Plan(model, sharding, mesh)
+            kept = _require_fit(metadata, keys, model, Policy(missing, unexpected, dtype, rename))
+    with together():
+        if model is not None:
+            plan.run(kept)
 
     target: dict[str, Any] = dict(state or {})
     if model is not None:
