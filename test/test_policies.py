@@ -81,8 +81,6 @@ def test_what_stands_for_something_not_built_yet_is_replaced_by_it(tmp_path, pla
     saved(tmp_path, {"a": {"list": [torch.ones(1), {"x": 2}], "dict": {"k": 1, "t": torch.zeros(2)}}})
     for name in ("list", "dict"):
         target = {"a": {name: copy.copy(placeholder)}}
-        if placeholder == {} and name == "list":
-            continue  # a dict is there: positions of a list have no place in it
         xc.load(target, tmp_path)
         assert type(target["a"][name]) is (list if name == "list" else dict)
     assert target["a"]["dict"]["k"] == 1
@@ -361,27 +359,42 @@ def test_the_report_prints_a_table(tmp_path):
 # --- any pair of trees
 
 KEYS = st.sampled_from(["a", "b", "c", 0, 1])
-VALUES = st.one_of(st.integers(0, 9), st.integers(0, 9).map(lambda n: torch.full((2,), float(n))))
+TENSORS = st.integers(0, 9).map(lambda n: torch.full((2,), float(n)))
+VALUES = st.integers(1, 9) | TENSORS
 TREES = st.dictionaries(
     st.sampled_from(["x", "y", "z"]),
-    st.recursive(st.dictionaries(KEYS, VALUES, max_size=3), lambda t: st.dictionaries(KEYS, t | VALUES, max_size=3)),
+    st.recursive(
+        st.dictionaries(KEYS, VALUES, max_size=3) | st.lists(TENSORS, max_size=3),
+        lambda trees: st.dictionaries(KEYS, trees | VALUES, max_size=3) | st.lists(trees | TENSORS, max_size=3),
+    ),
     max_size=3,
 )
 
 
+def opens(value):
+    """Whether DCP looks into it: dicts, and lists with a tensor or something that opens."""
+    if isinstance(value, dict):
+        return True
+    return isinstance(value, list) and any(isinstance(entry, torch.Tensor) or opens(entry) for entry in value)
+
+
+def children(tree):
+    return [(str(key), value) for key, value in (tree.items() if isinstance(tree, dict) else enumerate(tree))]
+
+
 def leaves(tree, path=()):
-    if not isinstance(tree, dict) or (path and not tree):
+    if not opens(tree) or (path and not tree):
         yield path, tree
         return
-    for key, value in tree.items():
-        yield from leaves(value, (*path, str(key)))
+    for name, value in children(tree):
+        yield from leaves(value, (*path, name))
 
 
 def subtree(tree, path):
     for element in path:
-        if not isinstance(tree, dict):
+        if not isinstance(tree, (dict, list)):
             return None
-        tree = next((value for key, value in tree.items() if str(key) == element), None)
+        tree = dict(children(tree)).get(element)
     return tree
 
 
@@ -389,15 +402,28 @@ def has_tensor(tree):
     return any(isinstance(value, torch.Tensor) for _, value in leaves(tree))
 
 
+def nothing(value):
+    return value is None or (isinstance(value, (dict, list)) and not value)
+
+
 def expected(saved_tree, target):
     """A simple model of what becomes of every key, or None where one is a tensor and the other is none."""
     have = dict(leaves(saved_tree))
-    want = {path: value for path, value in leaves(target) if value != {} or path in have}
+    want = dict(leaves(target))
+    starts = {path[:n] for path in have for n in range(len(path))}
+    # What is empty is no key of the target, unless it was saved as one; an empty list is, unless it gives way.
+    want = {
+        path: value
+        for path, value in want.items()
+        if not nothing(value)
+        or (isinstance(value, list) and (path in have or path not in starts))
+        or (isinstance(value, dict) and path in have and not isinstance(have[path], torch.Tensor))
+    }
     outcomes = {}
     # A part of the target without tensors gives way to an object that was saved in its place.
     for path, value in have.items():
         there = subtree(target, path)
-        if isinstance(there, dict) and there and not has_tensor(there) and not isinstance(value, torch.Tensor):
+        if opens(there) and there and not has_tensor(there) and not isinstance(value, torch.Tensor):
             want = {other: v for other, v in want.items() if other[: len(path)] != path} | {path: {}}
     for path, value in want.items():
         if path not in have:
@@ -409,8 +435,9 @@ def expected(saved_tree, target):
     for path in have:
         if path in outcomes:
             continue
-        ways = [subtree(target, path[:n]) for n in range(1, len(path) + 1)]
-        free = all(isinstance(way, dict) or way is None for way in ways) and ways[-1] in (None, {})
+        ways = [(subtree(target, path[:n]), subtree(saved_tree, path[:n])) for n in range(1, len(path) + 1)]
+        # Containers of the same kind on the way, or what gives way: nothing, and empty containers.
+        free = all(nothing(a) or (opens(a) and type(a) is type(b)) for a, b in ways) and nothing(ways[-1][0])
         outcomes[path] = "not requested" if path[0] not in target else "created" if free else "unexpected"
     return outcomes
 
@@ -436,4 +463,4 @@ def test_any_target_gets_what_it_names_and_the_report_says_so(tmp_path_factory, 
             assert str(after.pop(key)) == str(have[key])
         elif status == "missing":
             assert str(after.pop(key)) == str(before[key])
-    assert not [path for path, value in after.items() if value != {}]
+    assert all(nothing(value) for value in after.values())

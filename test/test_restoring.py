@@ -1,6 +1,7 @@
 """Models without data and optimizers that never took a step come back as if they had never been away."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -288,6 +289,43 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_changed(trained
     with pytest.raises(xc.MismatchError, match=r"model\.second\.weight"):
         xc.restore(path, model=model, sharding=shard)
     assert unchanged(model)
+
+
+def test_what_the_model_has_no_place_for_is_named(tmp_path, caplog):
+    class Larger(Block):
+        def __init__(self):
+            super().__init__()
+            self.head = torch.nn.Linear(2, 2)
+
+    xc.save({"model": Larger().state_dict()}, tmp_path)
+    model = on_meta()
+    with pytest.raises(xc.MismatchError, match=r"model\.head\.weight"):
+        xc.restore(tmp_path, model=model, sharding=shard, unexpected="error")
+    assert unchanged(model)
+    with caplog.at_level(logging.WARNING, "torch_xla_ckpt"):
+        report = xc.restore(tmp_path, model=model, sharding=shard)
+    assert set(report.unexpected) == {"model.head.weight", "model.head.bias"} and report.created == ()
+    (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("torch_xla_ckpt")]
+    assert "model.head.weight" in said
+
+
+def test_extra_state_reaches_the_module(tmp_path):
+    class Counting(torch.nn.Linear):
+        seen = 0
+
+        def get_extra_state(self):
+            return {"seen": self.seen}
+
+        def set_extra_state(self, state):
+            self.seen = state["seen"]
+
+    model = Counting(2, 2)
+    model.seen = 7
+    xc.save({"model": model.state_dict()}, tmp_path)
+    with torch.device("meta"):
+        fresh = Counting(2, 2)
+    xc.restore(tmp_path, model=fresh)
+    assert fresh.seen == 7 and holds(fresh.weight, model.weight.detach())
 
 
 def test_nothing_is_kept_where_there_is_nothing(trained):

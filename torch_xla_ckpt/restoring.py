@@ -17,10 +17,10 @@ from torch_xla_ckpt.device import Placement, access_of, make, require_place
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.materialize import Plan, Sharding
 from torch_xla_ckpt.planner.load import Place, copy_into
-from torch_xla_ckpt.planner.match import match, mismatch_error, paths_of
+from torch_xla_ckpt.planner.match import match, mismatch_error, paths_of, unexpected_mismatches
 from torch_xla_ckpt.planner.objects import AllowedType
 from torch_xla_ckpt.planner.policy import Dtype, Missing, Policy, Rename, Unexpected
-from torch_xla_ckpt.planner.tree import Growth, Path, flatten
+from torch_xla_ckpt.planner.tree import Closed, Growth, Path, flatten
 from torch_xla_ckpt.report import LoadReport
 from torch_xla_ckpt.storage import ShardReader
 
@@ -115,7 +115,7 @@ def restore(
 
     target: dict[str, Any] = dict(state or {})
     if model is not None:
-        target = target | keys.nested(model.state_dict())
+        target |= keys.nested(model)
     created: set[str] = set()
     if optimizer is not None:
         target[keys.optimizer], created = _optimizer_target(optimizer, slots, groups, parts)
@@ -214,8 +214,10 @@ class _Keys:
     def _shown(self) -> str:
         return ", ".join(map(repr, self._tops[:10])) + (", ..." if len(self._tops) > 10 else "")
 
-    def nested(self, model_state: dict[str, Any]) -> dict[str, Any]:
-        return {self.model: model_state} if self.model else model_state
+    def nested(self, model: torch.nn.Module) -> dict[str, Any]:
+        """The model's part of a target. A module takes no new keys."""
+        state = model.state_dict()
+        return {self.model: Closed(state)} if self.model else dict(state)
 
     def taken(self, target: Mapping[str, Any]) -> Mapping[str, Any]:
         return target[self.model] if self.model else target
@@ -227,11 +229,14 @@ def _require_fit(metadata: Metadata, keys: _Keys, model: torch.nn.Module, policy
     Raises:
         MismatchError: they cannot.
     """
-    target = keys.nested(dict(model.state_dict()))
+    target = keys.nested(model)
     leaves = flatten(target)
     found = match(target, leaves, Growth(target), metadata, policy)
-    if found.mismatches:
-        raise mismatch_error(dict.fromkeys(found.mismatches, ()), found.outcomes)
+    mismatches = dict.fromkeys(found.mismatches, ())
+    if policy.unexpected == "error":
+        mismatches |= dict.fromkeys(unexpected_mismatches(found.outcomes, metadata), ())
+    if mismatches:
+        raise mismatch_error(mismatches, found.outcomes)
     hollow = [
         key
         for key, outcome in found.outcomes.items()

@@ -19,6 +19,27 @@ Path = tuple[str | int, ...]
 """Elements of a key: positions in lists are integers, keys of mappings are strings."""
 
 
+class Closed(Mapping[str, Any]):
+    """A mapping whose values can be replaced, and that takes no new keys: the state of something that is built."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        self._values = dict(values)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key not in self._values:
+            raise KeyError(key)
+        self._values[key] = value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
 class Leaf(NamedTuple):
     """A value of a state dict and where it lies.
 
@@ -75,7 +96,7 @@ class Growth:
 
     Args:
         state_dict: nested mappings and lists. What is missing between it and a value is made: dicts, and lists where
-            the path has a position.
+            the path has a position. Mappings that are not mutable have no room.
         integers: whether the keys of a mapping at a path, which is about to be made or is empty, are integers
             although the path has strings.
     """
@@ -91,9 +112,9 @@ class Growth:
         """Whether ``insert`` could put something there. Positions of a list are to be asked for in ascending order."""
         here: Any = self._root
         for depth, element in enumerate(path):
-            if is_placeholder(here) and depth:
+            if depth and _gives_way(here):
                 return self._all_start(path[:depth], path[depth:])
-            if isinstance(here, MutableMapping):
+            if isinstance(here, MutableMapping) and not isinstance(element, int):
                 slot = self._slot(here, element)
                 if slot is None:
                     return self._all_start(path[: depth + 1], path[depth + 1 :])
@@ -108,7 +129,7 @@ class Growth:
                 here = here[element]
             else:
                 return False
-        return is_placeholder(here) or (isinstance(here, Mapping) and not here)
+        return _gives_way(here)
 
     def _all_start(self, path: Path, rest: Path) -> bool:
         return all(self._starts((*path, *rest[:n]), element) for n, element in enumerate(rest))
@@ -149,9 +170,9 @@ class Growth:
             if last:
                 self._set(here, slot, value, there)
                 return
-            make = list if isinstance(path[depth + 1], int) else dict
+            make, kind = (list, list) if isinstance(path[depth + 1], int) else (dict, MutableMapping)
             current = here[slot] if there else None
-            if is_placeholder(current) and type(current) is not make:
+            if _gives_way(current) and not isinstance(current, kind):
                 self._set(here, slot, make(), there)
             here = here[slot]
 
@@ -187,6 +208,10 @@ class Growth:
         else:
             container[slot] = value
             self._changes.append(lambda: container.__delitem__(slot))
+
+
+def _gives_way(value: Any) -> bool:
+    return is_placeholder(value) or (isinstance(value, MutableMapping) and not value)
 
 
 def _is_decimal(element: str | int) -> bool:
