@@ -119,7 +119,7 @@ class Growth:
                 if slot is None:
                     return self._all_start(path[: depth + 1], path[depth + 1 :])
                 here = here[slot]
-            elif isinstance(here, list) and isinstance(element, int):
+            elif isinstance(here, list) and _opens(here) and isinstance(element, int):
                 length = max(len(here), self._grown.get(id(here), 0))
                 if element >= len(here):
                     if element > length:
