@@ -148,6 +148,25 @@ def what_is_created(rank, world, folder):
     assert target == {"model": {}, "loader": {}}
 
 
+def one_has_no_state(rank, world, folder):
+    """What a ``Stateful`` raises on one rank is raised on all, before the others wait for that rank."""
+
+    class Broken(LateState):
+        def state_dict(self):
+            if rank == 1:
+                raise OSError("the file of the last position is gone")
+            return super().state_dict()
+
+    expected = OSError if rank == 1 else xc.CheckpointError
+    match = "^the file of" if rank == 1 else r"^rank 1: OSError: the file of"
+    path = Path(folder) / "broken"
+    with pytest.raises(expected, match=match):
+        xc.save({"loader": Broken({"n": 1})}, path)
+    assert not path.exists()
+    with pytest.raises(expected, match=match):
+        xc.load({"loader": Broken({"n": 1})}, path)
+
+
 def restored_from_nothing(rank, world, folder):
     """A meta-device model and an optimizer that never took a step, in every process; the report is the same on all."""
     path = Path(folder) / "trained"
@@ -250,6 +269,7 @@ def misfortunes(rank, world, folder):
         one_asks_for_what_is_not_there,
         what_is_created,
         restored_from_nothing,
+        one_has_no_state,
         processes_differ,
         shapes_differ,
         one_saves_alone,

@@ -64,8 +64,9 @@ def save(
         storage_writer = ShardWriter(given(path), sync=sync, step=step, user_metadata=user_metadata, progress=progress)
     elif path is not None:
         storage_writer.reset(path)
-    with _unwrapped("saved", no_dist):
+    with agreed(process_group, no_dist):
         state = {key: _dcp.state_of(value) for key, value in state_dict.items()}
+    with _unwrapped("saved", no_dist):
         return _dcp.save(state, storage_writer, SPMDSavePlanner(), process_group, no_dist or not _initialized())
 
 
@@ -127,9 +128,10 @@ def load(
         allow_types=allow_types,
         trust_pickle=trust_pickle,
     )
-    with _unwrapped("loaded", no_dist):
-        keys = sorted(state_dict)  # every rank asks the values for their states in the same order
+    keys = sorted(state_dict)  # every rank asks the values for their states in the same order
+    with agreed(process_group, no_dist):
         state = {key: _dcp.state_of(state_dict[key]) for key in keys}
+    with _unwrapped("loaded", no_dist):
         try:
             _dcp.load(state, storage_reader, planner, process_group, no_dist or not _initialized())
         except BaseException:
