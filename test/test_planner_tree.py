@@ -81,8 +81,9 @@ def test_what_was_taken_out_grows_back(state):
 
 
 def test_positions_beyond_the_end_of_a_list_have_no_room():
-    growth = Growth({"xs": [1, 2]})
+    growth = Growth({"xs": [1, torch.ones(1)], "whole": [1, 2]})
     assert not growth.has_room(("xs", 3))
     assert growth.has_room(("xs", 2)) and growth.has_room(("xs", 3, "a"))
     assert not growth.has_room(("new", 1)) and growth.has_room(("other", 0)) and growth.has_room(("other", 1))
     assert not growth.has_room(("xs", 0, "a")) and not growth.has_room(("xs", "name"))
+    assert not growth.has_room(("whole", 2))  # a list without tensors is one object

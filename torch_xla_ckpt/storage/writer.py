@@ -396,7 +396,7 @@ def _write(
     def small(batches: Iterable[list[_Job]]) -> Iterator[list[_Job]]:
         """Leave large batches to the threads and pass small ones on: Python's lock would only be fought over."""
         for batch in batches:
-            if not lanes.remote and sum(job.size for job in batch) <= TINY * len(batch):
+            if not lanes.remote and sum(map(_in_memory, batch)) <= TINY * len(batch):
                 yield batch
             else:
                 jobs.put(batch)
@@ -469,6 +469,11 @@ def _put(job: _Job, lane: _Lane, progress: Progress) -> WriteResult:
     stored = lane.append(parts, data, job.sharding)
     progress.advance(job.size)
     return WriteResult(job.item.index, stored.length, stored)
+
+
+def _in_memory(job: _Job) -> int:
+    """The bytes that there are to write, but for what surrounds a tensor's."""
+    return job.size if isinstance(job.data, torch.Tensor) else job.data.getbuffer().nbytes
 
 
 def _size(item: WriteItem) -> int:
