@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -78,8 +79,8 @@ class Plan:
         device = torch.device("xla" if self._on_xla else "cpu")
         for one in self._to_move:
             _exchange(one, self._new(one, device, keep))
-        for reset in self._resets:
-            _without_random_numbers(reset)
+        if self._resets:
+            _without_random_numbers(self._resets, self._on_xla)
         for one in self._there:
             from torch_xla_ckpt.device import xla
 
@@ -186,10 +187,19 @@ def _exchange(one: _Held, new: torch.Tensor) -> None:
     torch.utils.swap_tensors(old, new)
 
 
-def _without_random_numbers(reset: Callable[[], object]) -> None:
+def _without_random_numbers(resets: Sequence[Callable[[], object]], on_xla: bool) -> None:
     """Call what may draw random numbers, so that those drawn later are the same."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        reset()
+    with ExitStack() as guards:
+        guards.enter_context(torch.random.fork_rng(devices=[]))
+        guards.enter_context(torch.no_grad())
+        if on_xla:
+            from torch_xla_ckpt.device import xla
+
+            guards.enter_context(xla.same_seed())
+        for reset in resets:
+            reset()
+        if on_xla:
+            xla.XlaAccess().settle()  # what is still to be computed cannot be marked otherwise
 
 
 def _is_cut(model: torch.nn.Module) -> bool:

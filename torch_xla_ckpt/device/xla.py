@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -31,10 +32,8 @@ class XlaAccess:
     """``TensorAccess`` for XLA tensors, sharded by SPMD or not."""
 
     def settle(self) -> None:
-        # Every sync moves the seed on. Training must draw the numbers it would have drawn without a checkpoint.
-        seed = xm.get_rng_state()
-        torch_xla.sync()
-        xm.set_rng_state(seed)
+        with same_seed():  # every sync moves it on
+            torch_xla.sync()
         xm.wait_device_ops()
 
     def layout(self, tensor: torch.Tensor) -> TensorLayout:
@@ -115,6 +114,16 @@ class XlaAccess:
     def devices(self) -> list[str]:
         """Names of this process's devices, in the order in which the runtime lists shards."""
         return _XLAC._xla_get_runtime_devices()
+
+
+@contextmanager
+def same_seed() -> Iterator[None]:
+    """Put the devices' seed back: training must draw the numbers it would have drawn without a checkpoint."""
+    seed = xm.get_rng_state()
+    try:
+        yield
+    finally:
+        xm.set_rng_state(seed)
 
 
 def make(shape: torch.Size, dtype: torch.dtype, op_sharding: Any) -> torch.Tensor:
