@@ -1,6 +1,6 @@
 """Checkpoints for PyTorch/XLA SPMD on top of torch.distributed.checkpoint."""
 
-from torch_xla_ckpt.api import load, save
+from torch_xla_ckpt.api import async_save, load, save
 from torch_xla_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -12,9 +12,12 @@ from torch_xla_ckpt.errors import (
 from torch_xla_ckpt.planner import SPMDLoadPlanner, SPMDSavePlanner
 from torch_xla_ckpt.report import LoadReport, Outcome
 from torch_xla_ckpt.restoring import prime_optimizer, restore
+from torch_xla_ckpt.staging import AsyncSave, SPMDStager
 from torch_xla_ckpt.storage import ShardReader, ShardWriter, VerifyReport, verify
+from torch_xla_ckpt.timeline import Span, Timeline
 
 __all__ = [
+    "AsyncSave",
     "CheckpointError",
     "CorruptCheckpointError",
     "Damage",
@@ -24,10 +27,14 @@ __all__ = [
     "Outcome",
     "SPMDLoadPlanner",
     "SPMDSavePlanner",
+    "SPMDStager",
     "ShardReader",
     "ShardWriter",
+    "Span",
+    "Timeline",
     "UnsafeObjectError",
     "VerifyReport",
+    "async_save",
     "load",
     "prime_optimizer",
     "restore",

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
 from functools import lru_cache
+from types import FrameType
 from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo, _StorageReaderTransforms
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -36,8 +42,10 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor
 
+from torch_xla_ckpt.errors import CheckpointError, MismatchError
 from torch_xla_ckpt.layout import Box, BoxArray, Integers
 
 
@@ -270,3 +278,87 @@ def untransformed(item: ReadItem, descriptors: Sequence[str], data: IO[bytes]) -
     """An item as it was before the extensions that DCP's writer passed it through."""
     stream = _StorageReaderTransforms().transform_load_stream(item, descriptors, data)
     return io.BytesIO(stream.read(-1))
+
+
+def async_save_under_way() -> tuple[Future[Any], str | os.PathLike[str] | None] | None:
+    """The future and the path of the ``dcp.async_save`` that calls the caller's caller, if there is such.
+
+    DCP gives a stager no other way to learn them.
+    """
+    frame = sys._getframe(2)
+    if frame.f_code.co_name != "async_save" or "upload_future" not in frame.f_locals:
+        return None
+    return frame.f_locals["upload_future"], getattr(frame.f_locals["storage_writer"], "checkpoint_id", None)
+
+
+def use_group(group: dist.ProcessGroup, instead_of: Sequence[dist.ProcessGroup | None]) -> None:
+    """Let the DCP save that runs the caller coordinate through ``group``, if it was going to use one of the others.
+
+    To be called from a planner's ``set_up_planner``: nothing has been coordinated by then. DCP has no option for
+    this, and ``dcp.async_save`` by default coordinates in its thread through the group whose barriers the training
+    loop waits in. Members of one group meet in the other's order, which hangs or mixes up what they say.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        wrapper = frame.f_locals.get("self") if frame.f_code.co_name in ("reduce_scatter", "all_reduce") else None
+        if isinstance(wrapper, _DistWrapper):
+            if wrapper.use_dist and any(wrapper.group is other for other in instead_of):
+                wrapper.group = group
+                wrapper.global_coordinator_rank = dist.get_global_rank(group, wrapper.coordinator_rank)
+            return
+        frame = frame.f_back
+
+
+def new_group(of: dist.ProcessGroup | None, timeout: timedelta) -> dist.ProcessGroup:
+    """Another gloo group of the same processes, all of which must call this."""
+    ranks = dist.get_process_group_ranks(of)
+    everyone = len(ranks) == dist.get_world_size()
+    return dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=not everyone)
+
+
+def fail_to_save(error: BaseException, group: dist.ProcessGroup | None) -> None:
+    """Take part in a save that fails here with ``error``, so that the other processes learn of it.
+
+    Raises:
+        CheckpointException: always.
+    """
+
+    def fail() -> None:
+        raise error
+
+    _DistWrapper(group, True, 0).reduce_scatter("plan", fail, lambda plans: plans)
+
+
+def default_store() -> dist.Store:
+    """The store through which torch.distributed was set up, over a connection of its own where there is one."""
+    store = dist.distributed_c10d._get_default_store()
+    try:
+        return store.clone()  # type: ignore[attr-defined]
+    except (RuntimeError, NotImplementedError):
+        return store
+
+
+def cause(error: CheckpointException, done: str, several: bool) -> BaseException:
+    """The most telling of the ranks' failures, with the rank in its message.
+
+    Args:
+        error: what DCP raised.
+        done: "saved" or "loaded".
+        several: whether there were other ranks.
+    """
+    causes = {rank: cause for rank, (cause, _) in sorted(error.failures.items())}
+    for failure in causes.values():
+        if not isinstance(failure, Exception):  # KeyboardInterrupt, SystemExit
+            return failure
+    rank = next((rank for rank, c in causes.items() if isinstance(c, CheckpointError)), next(iter(causes)))
+    failure = causes[rank]
+    # A MismatchError names ranks itself.
+    where = f"rank {rank}: " if several and not isinstance(failure, MismatchError) else ""
+    others = f" (ranks {', '.join(str(r) for r in causes if r != rank)} failed too)" if len(causes) > 1 else ""
+    if isinstance(failure, CheckpointError):
+        failure.args = (f"{where}{failure}{others}", *failure.args[1:])
+        return failure
+    text = f"{type(failure).__name__}: {failure}" if str(failure) else type(failure).__name__
+    if isinstance(failure, AssertionError) and done == "loaded":
+        text = "there is no checkpoint there whose metadata can be read"  # DCP asserts that it has some
+    return CheckpointError(f"the checkpoint could not be {done}: {where}{text}{others}")

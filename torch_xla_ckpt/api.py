@@ -16,13 +16,15 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt._gc import without_collector
-from torch_xla_ckpt.errors import CheckpointError, MismatchError
+from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.planner import SPMDLoadPlanner, SPMDSavePlanner
 from torch_xla_ckpt.planner.load import Place
 from torch_xla_ckpt.planner.objects import AllowedType
 from torch_xla_ckpt.planner.policy import Dtype, Missing, Rename, Unexpected
 from torch_xla_ckpt.report import LoadReport
-from torch_xla_ckpt.storage import ReadStats, ShardReader, ShardWriter
+from torch_xla_ckpt.staging import AsyncSave, SPMDStager
+from torch_xla_ckpt.storage import ReadStats, ShardReader, ShardWriter, turns
+from torch_xla_ckpt.timeline import Timeline
 
 _Path = str | os.PathLike[str]
 
@@ -42,7 +44,8 @@ def save(
 ) -> Metadata:
     """Save a state dict as a DCP checkpoint: ``dcp.save`` with ``SPMDSavePlanner`` and ``ShardWriter``.
 
-    A checkpoint that is there already is replaced in one step: until then it stays whole.
+    A checkpoint that is there already is replaced in one step: until then it stays whole. If a save in the background
+    is writing to the same path, this waits for it.
 
     Args:
         state_dict: nested dicts, lists, tensors, objects and ``Stateful``s. Every process of the group passes its own.
@@ -64,10 +67,52 @@ def save(
         storage_writer = ShardWriter(given(path), sync=sync, step=step, user_metadata=user_metadata, progress=progress)
     elif path is not None:
         storage_writer.reset(path)
+    turns.wait_for(getattr(storage_writer, "checkpoint_id", ""))
     with agreed(process_group, no_dist):
         state = {key: _dcp.state_of(value) for key, value in state_dict.items()}
     with _unwrapped("saved", no_dist):
         return _dcp.save(state, storage_writer, SPMDSavePlanner(), process_group, no_dist or not _initialized())
+
+
+def async_save(
+    state_dict: dict[str, Any],
+    path: _Path | None = None,
+    *,
+    stager: SPMDStager,
+    sync: bool = True,
+    step: int | None = None,
+    user_metadata: Any = None,
+    storage_writer: dcp.StorageWriter | None = None,
+) -> AsyncSave:
+    """``save`` in the background: returns as soon as the state may change, in milliseconds where devices have room.
+
+    Args:
+        state_dict: as for ``save``. Everything in it is copied, also what lies in host memory.
+        path: as for ``save``.
+        stager: makes the copy, and runs the save. Its processes save together, and all must call this.
+        sync, step, user_metadata, storage_writer: as for ``save``.
+
+    Returns:
+        Futures that tell how the save goes. Who does not ask them gets an error from the stager's next call.
+
+    Raises:
+        CheckpointError: the state cannot be copied; or an earlier save failed, and nobody has asked how it ended.
+    """
+    if storage_writer is None:
+        storage_writer = ShardWriter(given(path), sync=sync, step=step, user_metadata=user_metadata)
+    elif path is not None:
+        storage_writer.reset(path)
+    writer = storage_writer
+
+    def state() -> dict[str, Any]:
+        return {key: _dcp.state_of(value) for key, value in state_dict.items()}
+
+    def write(copied: dict[str, Any], group: dist.ProcessGroup | None, timeline: Timeline) -> Metadata:
+        if isinstance(writer, ShardWriter):
+            writer.timeline = timeline
+        return _dcp.save(copied, writer, SPMDSavePlanner(), group, group is None)
+
+    return stager.run(state, write, getattr(writer, "checkpoint_id", None))
 
 
 @without_collector
@@ -198,25 +243,4 @@ def _unwrapped(done: str, no_dist: bool) -> Iterator[None]:
         try:
             yield
         except CheckpointException as error:
-            raise _cause(error, done, several=_initialized() and not no_dist) from error
-
-
-def _cause(error: CheckpointException, done: str, several: bool) -> BaseException:
-    """The most telling of the ranks' failures, with the rank in its message."""
-    causes = {rank: cause for rank, (cause, _) in sorted(error.failures.items())}
-    for cause in causes.values():
-        if not isinstance(cause, Exception):  # KeyboardInterrupt, SystemExit
-            return cause
-    rank = next((rank for rank, cause in causes.items() if isinstance(cause, CheckpointError)), next(iter(causes)))
-    cause = causes[rank]
-    where = (
-        f"rank {rank}: " if several and not isinstance(causes[rank], MismatchError) else ""
-    )  # that names ranks itself
-    others = f" (ranks {', '.join(str(r) for r in causes if r != rank)} failed too)" if len(causes) > 1 else ""
-    if isinstance(cause, CheckpointError):
-        cause.args = (f"{where}{cause}{others}", *cause.args[1:])
-        return cause
-    text = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
-    if isinstance(cause, AssertionError) and done == "loaded":
-        text = "there is no checkpoint there whose metadata can be read"  # DCP asserts that it has some
-    return CheckpointError(f"the checkpoint could not be {done}: {where}{text}{others}")
+            raise _dcp.cause(error, done, several=_initialized() and not no_dist) from error

@@ -9,7 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
+from torch_xla_ckpt.device.snapshot import Snapshot, SnapshotAccess
 from torch_xla_ckpt.layout import Box, TensorLayout
+
+_SNAPSHOTS = SnapshotAccess()
 
 Placement = str | torch.device | torch.Tensor | tuple[Any, tuple[Any, ...]]
 """Where a tensor is to be: on a device, like another tensor, or as (mesh, partition spec) says."""
@@ -24,8 +27,11 @@ class TensorAccess(Protocol):
     def layout(self, tensor: torch.Tensor) -> TensorLayout:
         """What this process holds of ``tensor``. Moves no data."""
 
-    def fetch(self, tensor: torch.Tensor, layout: TensorLayout) -> Mapping[Box, torch.Tensor]:
-        """The data of each distinct box on the host, without padding. It may share memory with the tensor."""
+    def fetch(self, tensor: torch.Tensor, layout: TensorLayout, part: int = 0) -> Mapping[Box, torch.Tensor]:
+        """The data of each distinct box of a part on the host, without padding. It may share memory with the tensor."""
+
+    def host_bytes(self, tensor: torch.Tensor, layout: TensorLayout, part: int = 0) -> int:
+        """What fetching a part adds to host memory, in bytes."""
 
     def memory(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """This process's part of ``tensor`` as a host tensor that shares its memory; None if there is no such."""
@@ -40,7 +46,7 @@ class TensorAccess(Protocol):
 
 def access_of(tensor: torch.Tensor) -> TensorAccess:
     """The access for ``tensor``."""
-    return _access(tensor.device.type)
+    return _SNAPSHOTS if type(tensor) is Snapshot else _access(tensor.device.type)
 
 
 @lru_cache

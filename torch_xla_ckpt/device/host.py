@@ -40,7 +40,7 @@ class HostAccess:
             identical=not any(placement.is_partial() for placement in tensor.placements),
         )
 
-    def fetch(self, tensor: torch.Tensor, layout: TensorLayout) -> Mapping[Box, torch.Tensor]:
+    def fetch(self, tensor: torch.Tensor, layout: TensorLayout, part: int = 0) -> Mapping[Box, torch.Tensor]:
         if not layout.shards:
             return {}
         data = _local(tensor).detach()
@@ -49,6 +49,11 @@ class HostAccess:
         if data.is_conj() or data.is_neg():  # only flags beside the other data, until torch computes it
             data = data.resolve_conj().resolve_neg()
         return {layout.shards[0].box: data}
+
+    def host_bytes(self, tensor: torch.Tensor, layout: TensorLayout, part: int = 0) -> int:
+        if tensor.device.type == "cpu":
+            return 0
+        return sum(box.volume for box in layout.boxes) * layout.dtype.itemsize
 
     def memory(self, tensor: torch.Tensor) -> torch.Tensor | None:
         local = _local(tensor).detach()

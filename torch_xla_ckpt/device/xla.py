@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -32,8 +34,7 @@ class XlaAccess:
     """``TensorAccess`` for XLA tensors, sharded by SPMD or not."""
 
     def settle(self) -> None:
-        with same_seed():  # every sync moves it on
-            torch_xla.sync()
+        compute_pending()
         xm.wait_device_ops()
 
     def layout(self, tensor: torch.Tensor) -> TensorLayout:
@@ -60,7 +61,7 @@ class XlaAccess:
             identical=xr.is_spmd(),
         )
 
-    def fetch(self, tensor: torch.Tensor, layout: TensorLayout) -> Mapping[Box, torch.Tensor]:
+    def fetch(self, tensor: torch.Tensor, layout: TensorLayout, part: int = 0) -> Mapping[Box, torch.Tensor]:
         tensor = _unwrapped(tensor)
         if layout.dtype == torch.complex128:
             return self._fetch_complex128(tensor, layout)
@@ -82,6 +83,9 @@ class XlaAccess:
         self.settle()
         real, imag = (self.fetch(part, replace(layout, dtype=torch.float64)) for part in parts)
         return {box: torch.complex(real[box], imag[box]) for box in real}
+
+    def host_bytes(self, tensor: torch.Tensor, layout: TensorLayout, part: int = 0) -> int:
+        return sum(box.volume for box in layout.boxes) * layout.dtype.itemsize
 
     def memory(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return None
@@ -116,6 +120,14 @@ class XlaAccess:
         return _XLAC._xla_get_runtime_devices()
 
 
+def compute_pending() -> None:
+    """Start what the program has traced, as the step's own sync would.
+
+    That sync also moves the devices' seed, which cannot be put back while numbers that were drawn are pending.
+    """
+    _XLAC._xla_sync_live_tensors("", [], False)
+
+
 @contextmanager
 def same_seed() -> Iterator[None]:
     """Put the devices' seed back: training must draw the numbers it would have drawn without a checkpoint."""
@@ -124,6 +136,150 @@ def same_seed() -> Iterator[None]:
         yield
     finally:
         xm.set_rng_state(seed)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a tensor, copied on the devices.
+
+    Args:
+        data: the copy.
+        dim: along which the tensor was cut. None: it is whole.
+        start: of the piece, within each tile if ``tile`` is given.
+        tile: length of a tile along ``dim``, which has become two dimensions: which tile, and where in it.
+    """
+
+    data: torch.Tensor
+    dim: int | None = None
+    start: int = 0
+    tile: int | None = None
+
+    def places(self, box: Box) -> Iterator[tuple[Box, tuple[Any, ...]]]:
+        """The boxes of the tensor that a box of the piece stands for, and how to index its data for each."""
+        d, whole = self.dim, (slice(None),) * len(box.sizes)
+        if d is None:
+            yield box, whole
+        elif self.tile is None:
+            yield _moved(box, d, self.start), whole
+        else:
+            for n in range(box.sizes[d]):
+                first = (box.offsets[d] + n) * self.tile + self.start + box.offsets[d + 1]
+                offsets = (*box.offsets[:d], first, *box.offsets[d + 2 :])
+                sizes = (*box.sizes[:d], *box.sizes[d + 1 :])
+                yield Box(offsets, sizes), (*whole[:d], n)
+
+
+class DeviceCopy:
+    """The ``Copy`` of one tensor, on the devices that hold the tensor; in pieces if it is large."""
+
+    def __init__(self, like: torch.Tensor, pieces: Sequence[_Piece], access: XlaAccess, settled: Callable[[], None]):
+        self._shape = tuple(like.shape)
+        self._dtype = like.dtype
+        self._sharding = _XLAC._get_xla_sharding_spec(like) or "unmarked"
+        self._pieces = pieces
+        self._access = access
+        self._settled = settled
+
+    @cached_property
+    def _layouts(self) -> list[TensorLayout]:
+        self._settled()
+        return [self._access.layout(piece.data) for piece in self._pieces]
+
+    def layout(self) -> TensorLayout:
+        shards = tuple(
+            Shard(box, shard.device, shard.replica, part)
+            for part, (piece, layout) in enumerate(zip(self._pieces, self._layouts))
+            for shard in layout.shards
+            for box, _ in piece.places(shard.box)
+        )
+        return TensorLayout(self._shape, self._dtype, shards, self._shape, self._sharding, identical=xr.is_spmd())
+
+    def fetch(self, part: int) -> Mapping[Box, torch.Tensor]:
+        piece = self._pieces[part]
+        data = self._access.fetch(piece.data, self._layouts[part])
+        return {place: shard[index] for box, shard in data.items() for place, index in piece.places(box)}
+
+    def host_bytes(self, part: int) -> int:
+        return self._access.host_bytes(self._pieces[part].data, self._layouts[part])
+
+
+def copy_on_devices(tensors: Sequence[torch.Tensor], access: XlaAccess, part_bytes: int) -> list[DeviceCopy]:
+    """Copy tensors on their devices, without waiting for it.
+
+    What the program has not synced yet is synced first, so that the step's graph is the one it always is. The copies
+    are a graph of their own, and leave the devices' seed alone.
+
+    Args:
+        tensors: not of complex128, which cannot be fetched without another graph.
+        access: how copies are read.
+        part_bytes: how much of a tensor is fetched at a time. Where a tensor's shards on this process together are
+            larger, it is copied in pieces, if it can be cut without moving data between devices.
+    """
+    compute_pending()
+    with torch.no_grad():
+        copies = [list(_pieces(_unwrapped(tensor).detach(), part_bytes)) for tensor in tensors]
+    # Only these: a full sync would move the seed, and reset what the program traces.
+    _XLAC._xla_sync_multi([piece.data for pieces in copies for piece in pieces], [], wait=False)
+    settled = lru_cache(_wait)
+    return [DeviceCopy(_unwrapped(t), pieces, access, settled) for t, pieces in zip(tensors, copies)]
+
+
+def can_be_copied(tensor: torch.Tensor) -> bool:
+    """Whether a copy on the devices could be fetched without computing anything, and is worth it."""
+    return tensor.dtype != torch.complex128 and tensor.numel() > 0
+
+
+def copied_bytes(tensor: torch.Tensor) -> int:
+    """What a copy of the tensor takes on each device, in bytes."""
+    tensor = _unwrapped(tensor)
+    spec = _XLAC._get_xla_sharding_spec(tensor)
+    tiles = _tiles(spec)[: tensor.ndim] if _tiled(spec) else [1] * tensor.ndim
+    return math.prod(-(-n // t) for n, t in zip(tensor.shape, tiles)) * tensor.itemsize
+
+
+def memory_left() -> int | None:
+    """Bytes that have never been in use on the device that has had most in use; None where that is not told."""
+    try:
+        info = xm.get_memory_info()
+    except (RuntimeError, ValueError):  # under SPMD torch_xla 2.9 does not tell, and on CPU devices never
+        return None
+    return info["bytes_limit"] - info.get("peak_bytes_used", info["bytes_used"])
+
+
+def _wait() -> None:
+    xm.wait_device_ops()
+
+
+def _pieces(tensor: torch.Tensor, part_bytes: int) -> Iterator[_Piece]:
+    """Copies of parts of a tensor; together they are all of it."""
+    spec = _XLAC._get_xla_sharding_spec(tensor)
+    cut = _tiled(spec)
+    local = copied_bytes(tensor) * (len(_XLAC._xla_get_runtime_devices()) if cut else 1)
+    wanted = -(-local // part_bytes)
+    if wanted <= 1:
+        yield _Piece(tensor.clone())
+        return
+    tiles = _tiles(spec)[: tensor.ndim] if cut else [1] * tensor.ndim
+    # Length of the tiles along each dimension that can be cut: its tiles must be alike.
+    lengths = {d: n // t for d, (n, t) in enumerate(zip(tensor.shape, tiles)) if n % t == 0 and n > t}
+    if not lengths:
+        yield _Piece(tensor.clone())
+        return
+    # The first dimension if it will do, because then the pieces' data lies together.
+    dim = next((d for d, length in lengths.items() if length >= wanted), max(lengths, key=lambda d: lengths[d]))
+    length, folded = lengths[dim], tiles[dim] > 1
+    step = -(-length // wanted)
+    if folded:
+        tensor = tensor.reshape(*tensor.shape[:dim], tiles[dim], length, *tensor.shape[dim + 1 :])
+    for start in range(0, length, step):
+        piece = tensor.narrow(dim + folded, start, min(step, length - start)).clone()
+        if cut and not folded:
+            _XLAC._xla_mark_sharding(piece, _XLAC._get_xla_op_sharding(tensor))
+        yield _Piece(piece, dim, start, length if folded else None)
+
+
+def _moved(box: Box, dim: int, by: int) -> Box:
+    return Box((*box.offsets[:dim], box.offsets[dim] + by, *box.offsets[dim + 1 :]), box.sizes)
 
 
 def make(shape: torch.Size, dtype: torch.dtype, op_sharding: Any) -> torch.Tensor:

@@ -12,11 +12,19 @@ from torch_xla_ckpt.layout.box import Box
 
 @dataclass(frozen=True)
 class Shard:
-    """What one device holds: its box, the device's name, and which replica of the box this is."""
+    """What one device holds.
+
+    Args:
+        box: where it lies in the tensor.
+        device: its name.
+        replica: which of those that hold the same box this is.
+        part: shards of a part are fetched together. Only large snapshots have several parts.
+    """
 
     box: Box
     device: str
     replica: int
+    part: int = 0
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,7 @@ class TensorLayout:
     Args:
         shape: of the global tensor.
         dtype: of the elements.
-        shards: one for each device of this process, in the runtime's order.
+        shards: one for each device of this process, in the runtime's order; one for each part if there are several.
         shard_shape: shape of each shard as the device holds it, with padding.
         sharding: the sharding in words, for people.
         identical: whether processes that hold the same box are known to hold the same data (replicas of one
@@ -60,3 +68,13 @@ class TensorLayout:
     def boxes(self) -> tuple[Box, ...]:
         """The distinct boxes held here that have elements."""
         return tuple(dict.fromkeys(shard.box for shard in self.shards if shard.box.volume))
+
+    @cached_property
+    def parts(self) -> dict[Box, int]:
+        """The part that each distinct box belongs to."""
+        return {shard.box: shard.part for shard in reversed(self.shards) if shard.box.volume}
+
+    def part_of(self, box: Box) -> int:
+        """The part that holds ``box``, which is one of the distinct boxes or lies in one."""
+        part = self.parts.get(box)
+        return next(n for outer, n in self.parts.items() if outer.contains(box)) if part is None else part

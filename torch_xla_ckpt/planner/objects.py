@@ -45,6 +45,26 @@ _HARMLESS: tuple[AllowedType, ...] = (
 _decoding = threading.Lock()
 
 
+class Encoded:
+    """An object of a state dict that is bytes already, so that the program may change it.
+
+    Args:
+        data: the bytes.
+        check: called when the object is planned to be saved; raises if it must not be.
+    """
+
+    def __init__(self, data: io.BytesIO, check: Callable[[], None]):
+        self._data = data.getvalue()
+        self.check = check
+
+    def open(self) -> io.BytesIO:
+        """The bytes from their beginning."""
+        return io.BytesIO(self._data)
+
+    def __reduce__(self) -> Any:
+        raise CheckpointError("what SPMDStager has staged can only be saved with SPMDSavePlanner: pass it as planner=")
+
+
 def encode(key: str, value: Any, to_host: Callable[[torch.Tensor], torch.Tensor]) -> io.BytesIO:
     """The bytes of ``value``, as ``torch.save`` writes them.
 

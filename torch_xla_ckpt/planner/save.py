@@ -26,7 +26,7 @@ from torch_xla_ckpt._gc import without_collector
 from torch_xla_ckpt.device import TensorAccess, access_of
 from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
 from torch_xla_ckpt.layout import Box, Claim, assign, covers_exactly, find_flaws
-from torch_xla_ckpt.planner.objects import encode
+from torch_xla_ckpt.planner.objects import Encoded, encode
 from torch_xla_ckpt.planner.shards import LaidOut, ShardSource, compact, lay_out
 from torch_xla_ckpt.planner.tree import Leaf, Path, flatten
 
@@ -84,6 +84,9 @@ class SPMDSavePlanner(SavePlanner):
     ) -> None:
         self._leaves = flatten(state_dict, with_empty=True)
         tensors = {key: leaf.value for key, leaf in self._leaves.items() if leaf.is_tensor}
+        for leaf in self._leaves.values():
+            if isinstance(leaf.value, Encoded):
+                leaf.value.check()
         self._tensors = lay_out(tensors, self._access_of)
         self._source = ShardSource(self._tensors)
 
@@ -120,21 +123,25 @@ class SPMDSavePlanner(SavePlanner):
         return plans, Metadata(state_dict_metadata=metadata, planner_data=paths)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        self._source.announce(item.index.fqn for item in new_plan.items if item.tensor_data is not None)
+        tensors = (item for item in new_plan.items if item.tensor_data is not None)
+        self._source.announce((item.index.fqn, _box(item)) for item in tensors)
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         key = write_item.index.fqn
         if write_item.tensor_data is None:
-            return encode(key, self._leaves[key].value, self._to_host)
-        return self._source.take(key, _dcp.box_of(write_item.tensor_data.chunk))
+            value = self._leaves[key].value
+            return value.open() if isinstance(value, Encoded) else encode(key, value, self._to_host)
+        return self._source.take(key, _box(write_item))
 
-    def host_bytes(self, key: str) -> int:
-        """What asking for the tensor's data adds to host memory, in bytes: all that this process holds of it."""
+    def part(self, item: WriteItem) -> int:
+        """Which part of its tensor asking for the item's data brings to the host."""
+        return self._source.part(item.index.fqn, _box(item))
+
+    def host_bytes(self, key: str, part: int) -> int:
+        """What asking for part of a tensor adds to host memory, in bytes: all that this process holds of it."""
         held = self._tensors[key]
-        if held.tensor.device.type == "cpu":
-            return 0
-        return sum(box.volume for box in held.layout.boxes) * held.layout.dtype.itemsize
+        return held.access.host_bytes(held.tensor, held.layout, part)
 
     def sharding(self, key: str) -> str:
         """The tensor's sharding on this process's devices, for people."""
@@ -167,6 +174,11 @@ class _Offer:
         """What the checkpoint says of the key, without any chunks yet."""
         tensor = self.example.tensor_data
         return BytesStorageMetadata() if tensor is None else TensorStorageMetadata(tensor.properties, tensor.size, [])
+
+
+def _box(item: WriteItem) -> Box:
+    assert item.tensor_data is not None
+    return _dcp.box_of(item.tensor_data.chunk)
 
 
 def _offers(key: str, held: LaidOut) -> list[WriteItem]:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from torch_xla_ckpt.device import TensorAccess
+from torch_xla_ckpt.device import Snapshot, TensorAccess
+from torch_xla_ckpt.device import access_of as _access_of
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.layout import Box, TensorLayout
 
@@ -28,7 +29,9 @@ class LaidOut(NamedTuple):
             CheckpointError: this process does not hold all of it.
         """
         whole = Box.whole(self.layout.shape)
-        shards = self.access.fetch(self.tensor, self.layout)
+        shards: dict[Box, torch.Tensor] = {}
+        for part in sorted(set(self.layout.parts.values())):
+            shards.update(self.access.fetch(self.tensor, self.layout, part))
         if whole in shards:
             return compact(shards[whole])
         held = sum(box.volume for box in self.layout.boxes)
@@ -51,7 +54,8 @@ def lay_out(
     Raises:
         CheckpointError: a tensor is of a kind that has no layout. The key is named.
     """
-    accesses = {key: access_of(tensor) for key, tensor in tensors.items()}
+    # A snapshot knows best, also where a planner was told how to read live tensors.
+    accesses = {key: (_access_of if isinstance(t, Snapshot) else access_of)(t) for key, t in tensors.items()}
     for access in {type(access): access for access in accesses.values()}.values():
         access.settle()
     laid_out = {}
@@ -66,32 +70,37 @@ def lay_out(
 class ShardSource:
     """Serves boxes of tensors as host tensors, from several threads.
 
-    A tensor's shards are fetched together at the first request for one of them, as the device runtime offers no
-    less, and let go when every box that was announced has been served.
+    The shards of a part of a tensor, most often of all of it, are fetched together at the first request for one of
+    them, as the device runtime offers no less, and let go when every box that was announced has been served.
     """
 
     def __init__(self, tensors: Mapping[str, LaidOut]):
         self._tensors = tensors
-        self._announced: Counter[str] = Counter()
-        self._fetched: dict[str, Mapping[Box, torch.Tensor]] = {}
+        self._announced: Counter[tuple[str, int]] = Counter()
+        self._fetched: dict[tuple[str, int], Mapping[Box, torch.Tensor]] = {}
         self._lock = threading.Lock()
 
-    def announce(self, keys: Iterable[str]) -> None:
-        """Say which tensors will be asked for, one key for each box."""
-        self._announced = Counter(keys)
+    def announce(self, boxes: Iterable[tuple[str, Box]]) -> None:
+        """Say what will be asked for."""
+        self._announced = Counter((key, self.part(key, box)) for key, box in boxes)
+
+    def part(self, key: str, box: Box) -> int:
+        """Which part of its tensor a box is fetched with."""
+        return self._tensors[key].layout.part_of(box) if box.volume else 0
 
     def take(self, key: str, box: Box) -> torch.Tensor:
         """The elements of ``box``, in a contiguous host tensor with a storage of just its size."""
         held = self._tensors[key]
         if box.volume == 0:
             return torch.empty(box.sizes, dtype=held.layout.dtype)
+        part = key, self.part(key, box)
         with self._lock:
-            shards = self._fetched.pop(key, None)
+            shards = self._fetched.pop(part, None)
             if shards is None:
-                shards = held.access.fetch(held.tensor, held.layout)
-            self._announced[key] -= 1
-            if self._announced[key] > 0:
-                self._fetched[key] = shards
+                shards = held.access.fetch(held.tensor, held.layout, part[1])
+            self._announced[part] -= 1
+            if self._announced[part] > 0:
+                self._fetched[part] = shards
         if box in shards:
             return compact(shards[box])
         source = next(outer for outer in shards if outer.contains(box))

@@ -81,6 +81,14 @@ def flatten(state_dict: Mapping[Any, Any], whole: Container[str] = (), *, with_e
     return leaves
 
 
+def mapped(state_dict: Mapping[Any, Any], change: Callable[[Leaf], Any]) -> dict[Any, Any]:
+    """A state dict of the same shape in containers of its own, whose leaves are changed.
+
+    What a leaf is changed into must be one: no mapping, and a tensor only if it was one.
+    """
+    return _mapped((), state_dict, change)
+
+
 def key_of(path: Path) -> str:
     """DCP's name of what lies at ``path``."""
     return ".".join(map(str, path))
@@ -229,6 +237,16 @@ def _leaves(path: Path, container: Any, whole: Container[str], with_empty: bool)
                 yield Leaf(here, {}, container, slot)
         else:
             yield Leaf(here, value, container, slot)
+
+
+def _mapped(path: Path, container: Any, change: Callable[[Leaf], Any]) -> Any:
+    is_mapping = isinstance(container, Mapping)
+    values = {}
+    for slot, value in container.items() if is_mapping else enumerate(container):
+        here = (*path, _element(slot) if is_mapping else slot)
+        opens = not isinstance(value, torch.Tensor) and _opens(value)
+        values[slot] = _mapped(here, value, change) if opens else change(Leaf(here, value, container, slot))
+    return values if is_mapping else list(values.values())
 
 
 def _element(slot: Any) -> str:

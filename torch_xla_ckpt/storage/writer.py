@@ -33,11 +33,12 @@ from torch.futures import Future
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt._gc import without_collector
 from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
-from torch_xla_ckpt.storage import commit
+from torch_xla_ckpt.storage import commit, turns
 from torch_xla_ckpt.storage.files import Folder, Sink, open_folder
 from torch_xla_ckpt.storage.frame import Bytes, item_of
 from torch_xla_ckpt.storage.manifest import BLOCK, TINY, Manifest, Stored, checksum, padded
 from torch_xla_ckpt.storage.progress import Progress
+from torch_xla_ckpt.timeline import Timeline
 
 # Items are handed to a writing thread together until they have this many bytes,
 _BATCH_BYTES = 4 << 20
@@ -51,8 +52,11 @@ _SMALL = 256 << 10
 class Describing(Protocol):
     """A planner that knows more about its tensors than DCP asks for."""
 
-    def host_bytes(self, key: str) -> int:
-        """What asking for the tensor's data adds to host memory, in bytes."""
+    def part(self, item: WriteItem) -> int:
+        """Which part of its tensor the item's data comes with: parts are brought to the host one by one."""
+
+    def host_bytes(self, key: str, part: int) -> int:
+        """What asking for a part of the tensor adds to host memory, in bytes."""
 
     def sharding(self, key: str) -> str:
         """The tensor's sharding, for people."""
@@ -87,6 +91,9 @@ class ShardWriter(StorageWriter):
         storage_options: for fsspec's filesystem.
         progress: show a progress bar on a terminal when it takes long. Needs tqdm.
 
+    Attributes:
+        timeline: records what the next save's threads do, if it is set.
+
     Raises (inside DCP's ``CheckpointException``; ``torch_xla_ckpt.save`` unwraps it):
         OSError: a file could not be written. The checkpoint that was there before is untouched.
         IncompleteCheckpointError: a process did not write what the plan says.
@@ -115,6 +122,7 @@ class ShardWriter(StorageWriter):
         self._user_metadata = user_metadata
         self._storage_options = storage_options
         self._progress = progress
+        self.timeline: Timeline | None = None
         self._own_rank: int | None = None  # of a save without collectives
         self._nonce = ""  # of the save under way, so that the plan of another one is known
         self._save_id = ""
@@ -130,6 +138,7 @@ class ShardWriter(StorageWriter):
         self._own_rank = None if kwargs.get("use_collectives", True) else kwargs.get("rank")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        turns.wait_for(self._path)
         self._folder.make()
         self._nonce = commit.new_save_id()
         return replace(plan, storage_data=self._nonce)
@@ -153,7 +162,7 @@ class ShardWriter(StorageWriter):
         )
         budget = _Budget(self._memory_budget)
         with Progress("saving", lambda: sum(map(_size, plan.items)), self._progress) as progress:
-            written = _write(plan.items, planner, lanes, budget, progress)
+            written = _write(plan.items, planner, lanes, budget, progress, self.timeline or Timeline())
         try:
             self._folder.flush()
         except BaseException:
@@ -170,7 +179,8 @@ class ShardWriter(StorageWriter):
         files = _files(stored.values())
         places = _places(stored)
         try:
-            self._commit(finished, places, files)
+            with (self.timeline or Timeline()).span("commit"):
+                self._commit(finished, places, files)
         except BaseException:
             with suppress(Exception):  # what went wrong before is the error to report
                 commit.withdraw(self._folder, self._save_id, files, self._own_rank)
@@ -354,7 +364,12 @@ def _blocks(parts: Sequence[Bytes]) -> Iterator[list[Bytes]]:
 
 
 def _write(
-    items: Sequence[WriteItem], planner: SavePlanner, lanes: _Lanes, budget: _Budget, progress: Progress
+    items: Sequence[WriteItem],
+    planner: SavePlanner,
+    lanes: _Lanes,
+    budget: _Budget,
+    progress: Progress,
+    timeline: Timeline,
 ) -> list[WriteResult]:
     """Fetch here, write in threads; returns when everything is in its file, or raises and leaves no file.
 
@@ -379,7 +394,8 @@ def _write(
                 lane = lanes.open()
                 opened.append(lane)
             cost = sum(job.cost for job in batch)
-            results.extend(_put(job, lane, progress) for job in batch)
+            with timeline.span("write", sum(job.size for job in batch)):
+                results.extend(_put(job, lane, progress) for job in batch)
             batch.clear()  # whoever still knows the list must not keep the tensors
             budget.give_back(cost)
         if lane is not None and not failures:
@@ -408,7 +424,7 @@ def _write(
             ended = threading.Event()
             threading.Thread(target=work, args=(ended,), name=f"ShardWriter-{number}").start()
             ends.append(ended)
-        write(small(_batches(items, planner, budget)))
+        write(small(_batches(items, planner, budget, timeline)))
         _end(ends, jobs)
     except _Failed:
         pass
@@ -430,32 +446,48 @@ def _end(ends: Sequence[threading.Event], jobs: queue.SimpleQueue[list[_Job] | N
         ended.wait()
 
 
-def _batches(items: Sequence[WriteItem], planner: SavePlanner, budget: _Budget) -> Iterator[list[_Job]]:
+def _batches(
+    items: Sequence[WriteItem], planner: SavePlanner, budget: _Budget, timeline: Timeline
+) -> Iterator[list[_Job]]:
     """The items' data, in the plan's order, as the budget has room for it."""
     describing = planner if isinstance(planner, Describing) else None
     batch: list[_Job] = []
     waiting = 0
-    for (key, is_object), group in groupby(items, lambda item: (item.index.fqn, item.tensor_data is None)):
+
+    def source(item: WriteItem) -> tuple[str, int | None]:
+        """What else is brought to the host with an item."""
+        if item.tensor_data is None:
+            return item.index.fqn, None
+        return item.index.fqn, 0 if describing is None else describing.part(item)
+
+    for (key, part), group in groupby(items, source):
         together = list(group)
         sizes = list(map(_size, together))
         sharding, cost = None, sum(sizes)
-        if describing is not None and not is_object:
-            sharding, cost = describing.sharding(key), describing.host_bytes(key)
+        if describing is not None and part is not None:
+            sharding, cost = describing.sharding(key), describing.host_bytes(key, part)
         if not budget.take(cost, wait=False):
             if batch:  # what waits here must be written before there can be room
                 yield batch
                 batch, waiting = [], 0
-            budget.take(cost)
+            with timeline.span("wait for the writers"):
+                budget.take(cost)
         for number, (item, size) in enumerate(zip(together, sizes), 1):
-            # A tensor's shards are let go together, when the last of them has been written.
+            # The shards of a part are let go together, when the last of them has been written.
             held = cost if number == len(together) else 0
-            batch.append(_Job(item, planner.resolve_data(item), sharding, size, held))
+            data = _fetched(item, planner, timeline) if size >= _SMALL else planner.resolve_data(item)
+            batch.append(_Job(item, data, sharding, size, held))
             waiting += size
             if waiting >= _BATCH_BYTES or len(batch) >= _BATCH_ITEMS:
                 yield batch
                 batch, waiting = [], 0
     if batch:
         yield batch
+
+
+def _fetched(item: WriteItem, planner: SavePlanner, timeline: Timeline) -> torch.Tensor | io.BytesIO:
+    with timeline.span("fetch", _size(item)):
+        return planner.resolve_data(item)
 
 
 def _put(job: _Job, lane: _Lane, progress: Progress) -> WriteResult:

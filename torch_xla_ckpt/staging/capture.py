@@ -1,0 +1,181 @@
+"""Copying a state dict so that nothing the program does later can change the copy."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import io
+import pathlib
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from torch_xla_ckpt.device import HostCopy, Snapshot, TensorAccess
+from torch_xla_ckpt.planner.buffers import Buffers
+from torch_xla_ckpt.planner.objects import Encoded, encode
+from torch_xla_ckpt.planner.shards import LaidOut, lay_out
+from torch_xla_ckpt.planner.tree import Leaf, flatten, key_of, mapped
+from torch_xla_ckpt.timeline import Timeline
+
+Mode = Literal["auto", "device", "host"]
+
+_IMMUTABLE = frozenset(
+    (
+        *(type(None), bool, int, float, complex, str, bytes, range, slice, type(...)),
+        *(torch.dtype, torch.device, torch.Size),
+        *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID),
+        *(pathlib.PurePosixPath, pathlib.PosixPath, pathlib.PureWindowsPath, pathlib.WindowsPath),
+    )
+)
+
+
+class Choice(NamedTuple):
+    """Which way a snapshot took.
+
+    Args:
+        mode: "device" or "host". In "device" mode some tensors may have gone through the host all the same.
+        reason: for it.
+    """
+
+    mode: Literal["device", "host"]
+    reason: str
+
+
+class Captured(NamedTuple):
+    """A copy of a state dict.
+
+    Args:
+        state: of the same shape, with ``Snapshot`` for tensors and ``Encoded`` for what can be changed in place.
+        snapshots: the tensors in it.
+        choice: how those on devices were copied.
+    """
+
+    state: dict[Any, Any]
+    snapshots: Sequence[Snapshot]
+    choice: Choice
+
+
+class Capture:
+    """Makes copies of state dicts.
+
+    Args:
+        mode, device_memory_limit, part_bytes, reuse_buffers, access: see ``SPMDStager``.
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        device_memory_limit: int | None,
+        part_bytes: int,
+        reuse_buffers: bool,
+        access: Callable[[torch.Tensor], TensorAccess],
+    ):
+        self._mode = mode
+        self._limit = device_memory_limit
+        self._part_bytes = part_bytes
+        self._reuse_buffers = reuse_buffers
+        self._buffers = Buffers()
+        self._access_of = access
+
+    def take(self, state_dict: Mapping[Any, Any], check: Callable[[], None], timeline: Timeline) -> Captured:
+        """Copy a state dict.
+
+        Args:
+            state_dict: nested mappings, lists, tensors and objects.
+            check: what snapshots do before they are used.
+            timeline: to record in.
+
+        Raises:
+            CheckpointError: something in it cannot be saved. The key is named.
+        """
+        leaves = flatten(state_dict)
+        tensors = {key: leaf.value for key, leaf in leaves.items() if leaf.is_tensor}
+        on_devices = {key: t for key, t in tensors.items() if t.device.type == "xla"}
+        choice, copied = self._choose(on_devices)
+        snapshots: dict[str, Snapshot] = {}
+        if copied:
+            with timeline.span("copy on devices"):
+                snapshots.update(self._on_devices(copied, check))
+        through_host = {key: t for key, t in tensors.items() if key not in copied}
+        with timeline.span("copy to host"):
+            for key, held in lay_out(through_host, self._access_of).items():
+                snapshots[key] = Snapshot(held.tensor, self._host_copy(held), check)
+
+        def change(leaf: Leaf) -> Any:
+            key = key_of(leaf.path)
+            if leaf.is_tensor:
+                return snapshots[key]
+            if _is_immutable(leaf.value) and snapshots:
+                return leaf.value
+            return Encoded(self._encoded(key, leaf.value), check)  # without a tensor, something must do the check
+
+        with timeline.span("copy objects"):
+            state = mapped(state_dict, change)
+        return Captured(state, tuple(snapshots.values()), choice)
+
+    def release(self) -> None:
+        """Let go of the memory that is kept for the next copy."""
+        self._buffers = Buffers()
+
+    def _choose(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Choice, dict[str, torch.Tensor]]:
+        """The way to take, and the tensors to copy on the devices."""
+        if self._mode == "host":
+            return Choice("host", "mode='host'"), {}
+        if not tensors:
+            return Choice("host", "nothing in the state lies on XLA devices"), {}
+        from torch_xla_ckpt.device import xla
+
+        sizes = {key: xla.copied_bytes(t) for key, t in tensors.items() if xla.can_be_copied(t)}
+        total = sum(sizes.values())
+        if self._mode == "auto":
+            room = self._limit if self._limit is not None else xla.memory_left()
+            if room is None:
+                return Choice(
+                    "host", "the device does not tell its free memory, and device_memory_limit= was not set"
+                ), {}
+            told = "device_memory_limit is" if self._limit is not None else "the device has free"
+            reason = f"a copy takes {total:,} bytes on each device, and {told} {room:,}"
+            if total > room:
+                return Choice("host", reason), {}
+            return Choice("device", reason), {key: tensors[key] for key in sizes}
+        if self._limit is None or total <= self._limit:
+            return Choice("device", "mode='device'"), {key: tensors[key] for key in sizes}
+        left, chosen = self._limit, []
+        for key in sorted(sizes, key=lambda key: -sizes[key]):  # few large ones make the smallest graph
+            if sizes[key] <= left:
+                left -= sizes[key]
+                chosen.append(key)
+        reason = (
+            f"mode='device' within {self._limit:,} bytes: of {total:,} on each device, {self._limit - left:,} were "
+            "copied there, and the rest went through the host"
+        )
+        return Choice("device", reason), {key: tensors[key] for key in chosen}
+
+    def _on_devices(self, tensors: Mapping[str, torch.Tensor], check: Callable[[], None]) -> dict[str, Snapshot]:
+        from torch_xla_ckpt.device import xla
+
+        accesses = {key: self._access_of(tensor) for key, tensor in tensors.items()}
+        access = next(iter(accesses.values()))
+        assert isinstance(access, xla.XlaAccess)
+        copies = xla.copy_on_devices(list(tensors.values()), access, self._part_bytes)
+        return {key: Snapshot(t, copy, check) for (key, t), copy in zip(tensors.items(), copies)}
+
+    def _host_copy(self, held: LaidOut) -> HostCopy:
+        fetched = held.access.fetch(held.tensor, held.layout)
+        own = held.tensor.device.type != "cpu" and not self._reuse_buffers  # memory that was made for the fetch
+        return HostCopy(held.layout, {box: data if own else self._copy(data) for box, data in fetched.items()})
+
+    def _copy(self, data: torch.Tensor) -> torch.Tensor:
+        if self._reuse_buffers:
+            return self._buffers.empty(data.shape, data.dtype).copy_(data)
+        return data.clone(memory_format=torch.contiguous_format)
+
+    def _encoded(self, key: str, value: Any) -> io.BytesIO:
+        return encode(key, value, lambda tensor: lay_out({key: tensor}, self._access_of)[key].gather())
+
+
+def _is_immutable(value: Any) -> bool:
+    kind = type(value)
+    return kind in _IMMUTABLE or (kind in (tuple, frozenset) and all(map(_is_immutable, value)))

@@ -1,0 +1,65 @@
+"""Who writes where: saves to one place take turns.
+
+This is the one thing that all saves of a program share. A save that is called while another one runs in the background
+knows the path they have in common, and nothing else of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+
+logger = logging.getLogger(__name__)
+
+_changed = threading.Condition()
+_turns: list[Turn] = []  # of the saves in the background that have not ended, in the order in which they began
+
+
+class Turn:
+    """The place of a save in the background among all others."""
+
+    def __init__(self) -> None:
+        self.where: str | None = None
+        self._thread: int | None = None
+        with _changed:
+            _turns.append(self)
+
+    def take(self) -> None:
+        """In the thread that writes: wait until those that began earlier and write to the same place have ended."""
+        self._thread = threading.get_ident()
+        if self.where is not None:
+            _wait(self.where, self)
+
+    def end(self) -> None:
+        with _changed:
+            if self in _turns:
+                _turns.remove(self)
+            _changed.notify_all()
+
+
+def wait_for(path: str | os.PathLike[str]) -> None:
+    """Wait until no save in the background writes to a path; from such a save, until none that began earlier does."""
+    here = threading.get_ident()
+    own = next((turn for turn in tuple(_turns) if turn._thread == here), None)
+    _wait(place(path), own)
+
+
+def place(path: str | os.PathLike[str]) -> str:
+    """One text for all ways to write a path."""
+    text = os.fspath(path)
+    if "://" in text and not text.startswith("file://"):
+        return text.rstrip("/")
+    return os.path.realpath(text.removeprefix("file://"))
+
+
+def _wait(where: str, own: Turn | None) -> None:
+    def busy() -> bool:
+        earlier = _turns[: _turns.index(own)] if own in _turns else _turns
+        return any(turn.where == where for turn in earlier)
+
+    with _changed:
+        if busy():
+            logger.info("a save to %s waits for the one that is written there in the background", where)
+        while busy():
+            _changed.wait()

@@ -1,0 +1,81 @@
+"""Where the time of a save goes: spans by thread, for people and for Perfetto."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """Something that a thread did.
+
+    Args:
+        lane: the thread's name.
+        what: it did.
+        start, stop: seconds, on ``time.perf_counter``'s clock.
+        nbytes: it did it to; 0 where there are none.
+    """
+
+    lane: str
+    what: str
+    start: float
+    stop: float
+    nbytes: int
+
+
+class Timeline:
+    """Spans in the order in which they ended. Threads may add to it at the same time."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    @contextmanager
+    def span(self, what: str, nbytes: int = 0) -> Iterator[None]:
+        """Record what the block does, whether it succeeds or not."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spans.append(Span(threading.current_thread().name, what, start, time.perf_counter(), nbytes))
+
+    def seconds(self) -> Mapping[str, float]:
+        """How long each kind of thing took, over all threads."""
+        total: dict[str, float] = {}
+        for span in tuple(self.spans):
+            total[span.what] = total.get(span.what, 0.0) + span.stop - span.start
+        return total
+
+    def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the spans as a file that ui.perfetto.dev and chrome://tracing open.
+
+        The format is Chrome's JSON trace events ("Trace Event Format"), times in microseconds.
+        """
+        spans = tuple(self.spans)
+        begin = min((span.start for span in spans), default=0.0)
+        lanes = {lane: n for n, lane in enumerate(dict.fromkeys(span.lane for span in sorted(spans, key=_start)))}
+        names = [
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": n, "args": {"name": lane}} for lane, n in lanes.items()
+        ]
+        events = [
+            {
+                "ph": "X",
+                "name": span.what,
+                "pid": 0,
+                "tid": lanes[span.lane],
+                "ts": (span.start - begin) * 1e6,
+                "dur": (span.stop - span.start) * 1e6,
+                "args": {"bytes": span.nbytes} if span.nbytes else {},
+            }
+            for span in spans
+        ]
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"traceEvents": names + events, "displayTimeUnit": "ms"}, file)
+
+
+def _start(span: Span) -> float:
+    return span.start
