@@ -5,6 +5,7 @@ Run as a script, this file is one host: ``hosts.py RANK WORLD RENDEZVOUS SCENARI
 """
 
 import dataclasses
+import importlib
 import logging
 import os
 import subprocess
@@ -14,8 +15,11 @@ from pathlib import Path
 TIMEOUT = 200  # seconds; a hang fails the test
 
 
-def run(world, scenario, folder):
-    """Run a scenario of test/scenarios.py on ``world`` hosts; returns what each printed. Fails if any of them did."""
+def run(world, scenario, folder, dying=()):
+    """Run a scenario of scenarios.py or async_scenarios.py on ``world`` hosts; returns what each printed.
+
+    Fails if any of them did, but for those that are to die.
+    """
     rendezvous = Path(folder) / f"rendezvous-{scenario}-{world}"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parent)])}
     command = [sys.executable, __file__]
@@ -35,7 +39,9 @@ def run(world, scenario, folder):
         for host in hosts:
             host.kill()
     failed = [
-        f"host {rank} of {world}:\n{text}" for rank, (host, text) in enumerate(zip(hosts, said)) if host.returncode
+        f"host {rank} of {world}:\n{text}"
+        for rank, (host, text) in enumerate(zip(hosts, said))
+        if (host.returncode == 0) == (rank in dying)
     ]
     assert not failed, "\n".join(failed)
     return said
@@ -76,7 +82,8 @@ def main():
 
     logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(name)s: %(message)s")
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=int(world))
-    getattr(scenarios, scenario)(int(rank), int(world), folder)
+    module = scenarios if hasattr(scenarios, scenario) else importlib.import_module("async_scenarios")
+    getattr(module, scenario)(int(rank), int(world), folder)
     dist.destroy_process_group()
 
 

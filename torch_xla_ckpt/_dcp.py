@@ -313,7 +313,9 @@ def new_group(of: dist.ProcessGroup | None, timeout: timedelta) -> dist.ProcessG
     """Another gloo group of the same processes, all of which must call this."""
     ranks = dist.get_process_group_ranks(of)
     everyone = len(ranks) == dist.get_world_size()
-    return dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=not everyone)
+    # Not ``dist.new_group``, which torch_xla replaces by a function that knows fewer options.
+    new = dist.distributed_c10d.new_group
+    return new(ranks, timeout=timeout, backend="gloo", use_local_synchronization=not everyone)
 
 
 def fail_to_save(error: BaseException, group: dist.ProcessGroup | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 try:
-    import torch_xla
+    import torch_xla  # noqa: F401  says whether it is there
 except ImportError as error:
     raise ImportError(
         "this needs torch_xla, because it handles tensors on XLA devices. Install the pair that fits together: "
