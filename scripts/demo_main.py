@@ -140,8 +140,10 @@ def say(event: Event) -> None:
     match event:
         case {"event": "built"}:
             console.print(f"  {event['parameters']:,} parameters, {event['corpus']:,} bytes of text; compiling")
-        case {"event": "saved"}:
-            console.print(f"  saved after step {event['step']} in {event['seconds']:.1f} s, and goes on")
+        case {"event": "saving"}:
+            note = " (it compiled the copy's graph)" if event["step"] < SAVE_AT / 2 else ""
+            blocked = f"the loop was blocked for {event['seconds'] * 1e3:.0f} ms{note}"
+            console.print(f"  step {event['step']} is saved in the background; {blocked}")
         case {"event": "restored"}:
             console.print(f"  restored step {event['step']} in {event['seconds']:.1f} s, and goes on")
         case {"event": "step"} if not console.is_terminal and event["step"] % 8 == 7:

@@ -40,6 +40,7 @@ from torch_xla_ckpt.device import access_of
 BATCH, SEQUENCE = 8, 64  # bytes
 CORPUS_BYTES = 4 << 20
 WARM_UP = 8  # steps
+SAVE_EVERY = 8  # steps
 
 
 class Training:
@@ -106,8 +107,9 @@ class Training:
             "step": self.step,
         }
 
-    def save(self, path: Path) -> None:
-        xc.save(self.state(), path)
+    def save(self, path: Path, stager: xc.SPMDStager) -> None:
+        """Save in the background, over what is there; training may go on at once."""
+        xc.async_save(self.state(), path, stager=stager)
 
     def restore(self, path: Path) -> None:
         """Go on from a checkpoint of any mesh."""
@@ -208,7 +210,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--report", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--save-at", type=int, help="save after this many steps")
+    parser.add_argument("--save-at", type=int, help="save now and then, and last after this many steps")
     parser.add_argument("--resume", action="store_true", help="start from the checkpoint")
     return parser.parse_args()
 
@@ -224,14 +226,16 @@ def main() -> None:
         training.restore(args.checkpoint)
         emit("restored", seconds=time.perf_counter() - start, step=training.step)
         report(training, args.report)
-    while training.step < args.steps:
-        step, loss = training.step, training.train_step()
-        emit("step", step=step, loss=loss)
-        if training.step == args.save_at:
-            report(training, args.report)
-            start = time.perf_counter()
-            training.save(args.checkpoint)
-            emit("saved", seconds=time.perf_counter() - start, step=training.step)
+    with xc.SPMDStager("device") as stager:
+        while training.step < args.steps:
+            step, loss = training.step, training.train_step()
+            emit("step", step=step, loss=loss)
+            if training.step == args.save_at:
+                report(training, args.report)
+            if training.step % SAVE_EVERY == 0 and training.step <= (args.save_at or 0):
+                start = time.perf_counter()
+                training.save(args.checkpoint, stager)
+                emit("saving", seconds=time.perf_counter() - start, step=training.step)
 
 
 if __name__ == "__main__":

@@ -181,7 +181,7 @@ class SPMDStager:
         """
         for save in list(self._saves):
             save.wait()
-        self._raise_unasked()
+        self.raise_failed()
 
     def close(self, *, cancel: bool = False) -> None:
         """Wait for the saves that are under way, and let go of everything.
@@ -209,7 +209,7 @@ class SPMDStager:
         self._capture.release()
         if self._peers is not None:
             self._peers.close()
-        self._raise_unasked()
+        self.raise_failed()
 
     def __enter__(self) -> SPMDStager:
         return self
@@ -229,11 +229,11 @@ class SPMDStager:
         for save in self._saves:
             if not save.attached:
                 save.cancel()
-        self._raise_unasked()
+        self.raise_failed()
         self._timeline = Timeline()
         with self._timeline.span("wait for a slot"):
             self._wait_for_slot()
-        self._raise_unasked()
+        self.raise_failed()
         self._join_peers()
         save = Save(self._saves[-1] if self._saves else None, self._worded, self._use_own_group)
         self._saves.append(save)
@@ -321,8 +321,12 @@ class SPMDStager:
             logger.warning("the save to %s failed in the background: %s", where, worded)
         return worded
 
-    def _raise_unasked(self) -> None:
-        """Raise, once, what a save failed with that nobody has asked about."""
+    def raise_failed(self) -> None:
+        """Raise, once, what a save that has ended failed with, if nobody has asked.
+
+        Raises:
+            CheckpointError: with that as its cause.
+        """
         ended = [save for save in self._saves if save.ended]
         self._saves = [save for save in self._saves if not save.ended]
         wanted = [save.upload for save in ended if save.upload is not None and save.reported and not save.cancelled]

@@ -83,7 +83,8 @@ class ShardWriter(StorageWriter):
         sync: whether the checkpoint must survive a power failure from the moment it is committed: files and folders
             are fsynced before. Without it, it survives whatever happens to the process.
         memory_budget: bytes. Data that was fetched from devices and not yet written never takes more than this, or
-            than one tensor's local shards if those are more.
+            than one tensor's local shards if those are more. A larger budget is rarely faster: memory that was never
+            used before costs more time than waiting.
         threads: how many threads write, each into a file. Default: one for each core up to 8; 8 for URLs. Small items
             in local folders go into one more file, from the calling thread.
         step: the training step, for the manifest.
@@ -104,7 +105,7 @@ class ShardWriter(StorageWriter):
         path: str | os.PathLike[str],
         *,
         sync: bool = True,
-        memory_budget: int = 1 << 30,
+        memory_budget: int = 256 << 20,
         threads: int | None = None,
         step: int | None = None,
         user_metadata: Any = None,

@@ -1,0 +1,294 @@
+"""What saving in the background costs a training loop, beside torch_xla's CheckpointManager.save_async.
+
+Sides take turns in one process, on the same state, after a warm-up that compiles everything. Nobody fsyncs, and ours
+writes checksums. What ours saved is compared bit for bit with what the devices held. The exit status says whether all
+results were right, not whether all targets were reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench_async_draw import draw
+from bench_async_sides import MIB, Ours, Side, TorchXla, Training, compiled, settle
+from bench_storage import size_of
+from bench_storage_turns import WarmMemory, tidy
+from rich.console import Console
+from rich.table import Table
+
+import torch_xla_ckpt as xc
+from torch_xla_ckpt.device import access_of
+from torch_xla_ckpt.staging.capture import Capture
+
+SCRIPTS = Path(__file__).parent
+console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measure.
+
+    Args:
+        measure: in words.
+        theirs, ours: in ``unit``; the ratio of the two is what counts.
+        target, reached: what was aimed at, and whether it was reached.
+    """
+
+    measure: str
+    theirs: float | None
+    ours: float
+    unit: str
+    target: str
+    reached: bool | None
+
+
+def seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def blocked(training: Training, sides: Sequence[Side], repeat: int) -> dict[str, list[float]]:
+    """How long the call takes while the devices are idle, by side; a first round is not counted."""
+    taken: dict[str, list[float]] = {side.name: [] for side in sides}
+    for number in range(repeat + 1):
+        for side in sides:
+            training.step()
+            settle()
+            tidy()
+            state = training.state()
+            one = seconds(partial(side.save, number, state))
+            side.finish()
+            if isinstance(side, Ours):
+                side.check(training)
+            if number:
+                taken[side.name].append(one)
+    return taken
+
+
+def loop(training: Training, side: Side | None, steps: int, saves: int) -> float:
+    """Seconds of a training loop with its saves, until the last of them is written."""
+    due = {(2 * n + 1) * steps // (2 * saves) for n in range(saves)}
+
+    def run() -> None:
+        for step in range(steps):
+            training.step()
+            if side is not None and step in due:
+                side.save(step, training.state())
+        settle()
+        if side is not None:
+            side.finish()
+
+    settle()
+    tidy()
+    os.sync()
+    return seconds(run)
+
+
+def loops(
+    training: Training, sides: Sequence[Side], steps: int, saves: int, repeat: int
+) -> tuple[list[float], dict[str, list[float]]]:
+    """Seconds of loops without saves, and with those of each side, in turns."""
+    alone: list[float] = []
+    beside: dict[str, list[float]] = {side.name: [] for side in sides}
+    for number in range(repeat):
+        # The other way round every second time: what slows the machine down over time meets all alike.
+        for side in [None, *sides] if number % 2 == 0 else [*reversed(sides), None]:
+            taken = loop(training, side, steps, saves)
+            (alone if side is None else beside[side.name]).append(taken)
+    return alone, beside
+
+
+def longest_hold(training: Training, repeat: int) -> list[float]:
+    """The longest stretch, in seconds, in which Python did nothing else while a part was fetched; one for each run.
+
+    Whatever else keeps the watching thread from running counts too, so this is an upper bound.
+    """
+    found = []
+    warm = WarmMemory(256 * MIB)
+    for number in range(repeat + 1):
+        training.step()
+        capture = Capture("device", None, 16 << 20, False, access_of)
+        copied = capture.take(training.state(), lambda: None, xc.Timeline())
+        settle()
+        warm.hold()
+        warm.release()
+        gaps: list[float] = []
+        started, ended = threading.Event(), threading.Event()
+
+        def fetch(copied: Any = copied, started: threading.Event = started, ended: threading.Event = ended) -> None:
+            layouts = [(t, access_of(t).layout(t)) for t in copied.snapshots]
+            started.set()
+            for snapshot, layout in layouts:
+                for part in sorted(set(layout.parts.values())):
+                    access_of(snapshot).fetch(snapshot, layout, part)
+            ended.set()
+
+        thread = threading.Thread(target=fetch)
+        thread.start()
+        started.wait()
+        last = time.perf_counter()
+        while not ended.is_set():
+            now = time.perf_counter()
+            gaps.append(now - last)
+            last = now
+        thread.join()
+        if number:
+            found.append(max(gaps))
+    return found
+
+
+def memory(side: str, size: int, budget: int) -> int:
+    """Bytes of host memory above the state's, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(SCRIPTS / "bench_async_memory.py"), side, folder]
+        options = ["--size", str(size), "--budget", str(budget)]
+        # glibc keeps what was freed: here it gives blocks back, so that what is in use is counted.
+        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIB)}
+        done = subprocess.run([*command, *options], check=True, stdout=subprocess.PIPE, text=True, env=environment)
+        return int(done.stdout.split()[-1])
+
+
+def measured(options: argparse.Namespace, folder: Path) -> tuple[list[Row], dict[str, Any]]:
+    training = Training(options.size)
+    theirs, device, host = TorchXla(folder), Ours(folder, "device"), Ours(folder, "host")
+    sides: list[Side] = [theirs, device, host]
+    for _ in range(4):
+        training.step()  # the compiler settles on its shardings
+    gib = training.nbytes() / (1 << 30)
+    with console.status("calls on idle devices"):
+        calls = blocked(training, sides, options.repeat)
+    before = compiled()
+    with console.status("training loops"):
+        alone, beside = loops(training, sides, options.steps, options.saves, options.loops)
+    compilations = compiled() - before
+    with console.status("the interpreter lock"):
+        holds = longest_hold(training, options.repeat)
+    if options.trace or options.timeline:
+        timeline(training, device, options)
+    for side in (device, host):
+        side.close()
+    theirs.close()
+    with console.status("memory"):
+        peaks = {side: memory(side, options.size, options.budget) for side in ("torch_xla", "ours")}
+    call = {name: statistics.median(times) for name, times in calls.items()}
+    base = statistics.median(alone)
+    added = {name: statistics.median(times) - base for name, times in beside.items()}
+    rows = []
+    for side in (device, host):
+        ratio, per_gib = call[side.name] / call[theirs.name], call[side.name] / gib
+        is_device = side is device
+        words = f"{ratio:.3f} of theirs, {per_gib * 1e3:.0f} ms per GiB"
+        reached = (ratio <= 0.1 and per_gib <= 0.04) if is_device else None
+        target = "at most 0.1, and 40 ms" if is_device else ""
+        rows.append(Row(f"call blocks, {side.name}: {words}", call[theirs.name], call[side.name], "s", target, reached))
+    for side in (device, host):
+        ratio = added[side.name] / added[theirs.name]
+        is_device = side is device
+        rows.append(
+            Row(
+                f"{options.saves} saves add to {options.steps} steps, {side.name}: {ratio:.2f} of theirs",
+                *(added[theirs.name], added[side.name], "s"),
+                "at most 0.4" if is_device else "",
+                ratio <= 0.4 if is_device else None,
+            )
+        )
+    hold = statistics.median(holds)
+    rows.append(Row("longest hold of the interpreter lock", None, hold * 1e3, "ms", "at most 10 ms", hold <= 0.01))
+    share = peaks["ours"] / options.budget
+    rows.append(
+        Row(
+            f"host memory above the state: {share:.2f} of the budget",
+            *(peaks["torch_xla"] / MIB, peaks["ours"] / MIB, "MiB"),
+            *("at most 1.1", share <= 1.1),
+        )
+    )
+    rows.append(
+        Row("graphs compiled during the loops", None, compilations, "", "0", compilations == 0),
+    )
+    raw = {"calls": calls, "loop alone": alone, "loops": beside, "holds": holds, "memory": peaks, "GiB": gib}
+    return rows, raw
+
+
+def timeline(training: Training, side: Ours, options: argparse.Namespace) -> None:
+    """One save among steps, drawn and as a trace."""
+    steps = xc.Timeline()
+    settle()
+    for number in range(6):
+        with steps.span("training step"):
+            training.step()
+        if number == 1:
+            with steps.span("async_save"):
+                side.save(number, training.state())
+    with steps.span("wait for the devices"):
+        settle()
+    side.finish()
+    assert side.last is not None
+    merged = xc.Timeline()
+    merged.spans = sorted([*steps.spans, *side.last.timeline.spans], key=lambda span: span.start)
+    if options.trace:
+        merged.write_trace(options.trace)
+    if options.timeline:
+        draw(merged, options.timeline)
+
+
+def table_of(rows: Sequence[Row], title: str) -> Table:
+    table = Table(title=title, show_lines=True)
+    table.add_column("measure")
+    for name in ("torch_xla", "ours"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("target", "reached"):
+        table.add_column(name)
+    for row in rows:
+        reached = "" if row.reached is None else "[green]yes[/]" if row.reached else "[bold red]no[/]"
+        theirs = "" if row.theirs is None else quantity(row.theirs, row.unit)
+        table.add_row(row.measure, theirs, quantity(row.ours, row.unit), row.target, reached)
+    return table
+
+
+def quantity(value: float, unit: str) -> str:
+    return f"{value:.3f} s" if unit == "s" else f"{value:.1f} ms" if unit == "ms" else f"{value:,.0f} {unit}".strip()
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", type=size_of, default="1GiB", help="of the state (1GiB)")
+    parser.add_argument("--budget", type=size_of, default="256MiB", help="memory_budget of the writer (256MiB)")
+    parser.add_argument("--repeat", type=int, default=5, help="calls that are counted (5)")
+    parser.add_argument("--steps", type=int, default=50, help="of a training loop (50)")
+    parser.add_argument("--saves", type=int, default=5, help="in a training loop (5)")
+    parser.add_argument("--loops", type=int, default=2, help="training loops of each kind (2)")
+    parser.add_argument("--folder", help="where to write, on the disk in question (the system's temporary folder)")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    parser.add_argument("--timeline", type=Path, help="also draw the timeline of one save into this PNG")
+    parser.add_argument("--trace", type=Path, help="also write it as a trace for ui.perfetto.dev")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parsed()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        rows, raw = measured(options, Path(folder))
+    console.print(table_of(rows, f"{raw['GiB']:.2f} GiB of AdamW state over 8 devices, {os.cpu_count()} processors"))
+    alone = statistics.median(raw["loop alone"])
+    console.print(f"a loop of {options.steps} steps alone takes {alone:.1f} s; times are medians, compare their ratios")
+    if options.json:
+        report = {"rows": [asdict(row) for row in rows], **raw}
+        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
