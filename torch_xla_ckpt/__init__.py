@@ -9,6 +9,7 @@ from torch_xla_ckpt.errors import (
     MismatchError,
     UnsafeObjectError,
 )
+from torch_xla_ckpt.manager import CheckpointManager, keep, when
 from torch_xla_ckpt.planner import SPMDLoadPlanner, SPMDSavePlanner
 from torch_xla_ckpt.report import LoadReport, Outcome
 from torch_xla_ckpt.restoring import prime_optimizer, restore
@@ -19,6 +20,7 @@ from torch_xla_ckpt.timeline import Span, Timeline
 __all__ = [
     "AsyncSave",
     "CheckpointError",
+    "CheckpointManager",
     "CorruptCheckpointError",
     "Damage",
     "IncompleteCheckpointError",
@@ -35,9 +37,11 @@ __all__ = [
     "UnsafeObjectError",
     "VerifyReport",
     "async_save",
+    "keep",
     "load",
     "prime_optimizer",
     "restore",
     "save",
     "verify",
+    "when",
 ]

@@ -128,6 +128,27 @@ def compute_pending() -> None:
     _XLAC._xla_sync_live_tensors("", [], False)
 
 
+def seed() -> int:
+    """The devices' seed."""
+    return int(xm.get_rng_state())
+
+
+def set_seed(value: int) -> None:
+    xm.set_rng_state(value)
+
+
+def preemption_notice() -> Callable[[int], bool] | None:
+    """torch_xla's preemption sync: whether all hosts stop at a step. None where the platform has none.
+
+    It needs the coordination service of a TPU pod; elsewhere activating it ends the process.
+    """
+    if xr.device_type() != "TPU":
+        return None
+    _XLAC._ensure_xla_coordinator_initialized(xr.process_index(), xr.process_count(), xr.get_master_ip())
+    _XLAC._activate_preemption_sync_manager()
+    return lambda step: bool(_XLAC._sync_point_reached(step))
+
+
 @contextmanager
 def same_seed() -> Iterator[None]:
     """Put the devices' seed back: training must draw the numbers it would have drawn without a checkpoint."""

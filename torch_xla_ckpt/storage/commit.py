@@ -49,6 +49,11 @@ def manifest_name(save_id: str) -> str:
     return f"manifest-{save_id}.json"
 
 
+def is_part(name: str) -> bool:
+    """Whether a file is data, a manifest or a temporary file of a checkpoint, ours or stock DCP's."""
+    return bool(_OURS.fullmatch(name) or _STOCK.fullmatch(name))
+
+
 def metadata_name(rank: int | None) -> str:
     """``.metadata``, or the one of a rank that saves by itself (DCP without collectives)."""
     return METADATA if rank is None else f"__{rank}{METADATA}"

@@ -1,0 +1,115 @@
+"""Policies are values: what they keep and when they save follows from what they are told."""
+
+import dataclasses
+import math
+from datetime import datetime, timedelta, timezone
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_xla_ckpt.manager import keep, when
+from torch_xla_ckpt.manager.keep import Saved
+from torch_xla_ckpt.manager.when import Now
+
+START = datetime(2026, 1, 1, tzinfo=timezone.utc)
+
+
+def saved(*steps, minutes=1, **metrics):
+    """Steps a minute apart, with values of metrics."""
+    return [
+        Saved(step, START + timedelta(minutes=minutes * n), {name: values[n] for name, values in metrics.items()})
+        for n, step in enumerate(steps)
+    ]
+
+
+def kept(policy, facts, now=START + timedelta(days=1)):
+    return sorted(policy.wanted(facts, now))
+
+
+def test_latest():
+    assert kept(keep.Latest(2), saved(1, 5, 9)) == [5, 9]
+    assert kept(keep.Latest(7), saved(1, 5)) == [1, 5]
+    assert kept(keep.Latest(1), []) == []
+
+
+def test_best_takes_the_later_of_equals_and_never_nan():
+    facts = saved(1, 2, 3, 4, loss=[0.5, math.nan, 0.5, 0.9])
+    assert kept(keep.Best(1, "loss"), facts) == [3]
+    assert kept(keep.Best(2, "loss", "max"), facts) == [3, 4]
+    assert kept(keep.Best(9, "loss"), facts) == [1, 3, 4]
+    assert kept(keep.Best(1, "accuracy"), facts) == []
+
+
+def test_every():
+    assert kept(keep.Every(steps=100), saved(0, 50, 100, 150, 200)) == [0, 100, 200]
+    assert kept(keep.Every(hours=1), saved(*range(6), minutes=25)) == [0, 3]
+    assert kept(keep.Every(hours=1), [Saved(4)]) == [4]  # its time is not known
+
+
+def test_newer():
+    facts = saved(1, 2, 3, minutes=60)
+    assert kept(keep.Newer(timedelta(hours=1)), facts, START + timedelta(hours=2, minutes=30)) == [3]
+    assert kept(keep.Newer(START + timedelta(minutes=30)), facts) == [2, 3]
+    with pytest.raises(ValueError, match="time zone"):
+        keep.Newer(datetime(2026, 1, 1))
+
+
+def test_policies_join_with_functions_on_either_side():
+    facts = saved(*range(1, 11), loss=[abs(n - 4) for n in range(1, 11)])
+    policy = keep.Latest(2) | keep.Best(1, "loss") | (lambda one: one.step == 7)
+    assert kept(policy, facts) == [4, 7, 9, 10]
+    assert kept((lambda one: one.step == 1) | keep.Latest(1), facts) == [1, 10]
+    assert "latest 2" in policy.wanted(facts, START)[10] and "by loss" in policy.wanted(facts, START)[4]
+    assert kept(keep.All(), facts) == list(range(1, 11))
+    assert keep.Latest(3) == keep.Latest(3) and len({keep.Latest(3), keep.Latest(3)}) == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        keep.Latest(3).n = 4
+
+
+@given(st.lists(st.integers(0, 300), unique=True), st.integers(1, 5), st.integers(1, 50))
+def test_deleting_what_is_not_wanted_leaves_what_is_wanted(steps, n, every):
+    """Retention runs again and again: what it kept once it keeps until something newer comes."""
+    facts = saved(*sorted(steps), loss=[step % 17 for step in sorted(steps)])
+    policy = keep.Latest(n) | keep.Best(n, "loss") | keep.Every(steps=every) | keep.Every(hours=0.1)
+    first = kept(policy, facts)
+    assert kept(policy, [one for one in facts if one.step in first]) == first
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keep.Latest(0),
+        lambda: keep.Best(0, "loss"),
+        lambda: keep.Best(1, "loss", "least"),
+        lambda: keep.Every(),
+        lambda: keep.Every(steps=1, hours=1),
+        lambda: keep.Every(hours=-1),
+        lambda: when.Every(),
+        lambda: when.Every(steps=0),
+        lambda: when.Every(steps=2, seconds=2),
+    ],
+)
+def test_policies_that_make_no_sense(make):
+    with pytest.raises(ValueError):
+        make()
+
+
+def test_what_is_no_policy_is_refused():
+    with pytest.raises(TypeError, match=r"keep.Latest\(3\)"):
+        keep.Latest(1) | 3
+    with pytest.raises(TypeError, match=r"when\.Every"):
+        when.First() | 3
+
+
+def test_when():
+    now = Now(step=20, last=10, seconds=30.0, preempted=False)
+    later = dataclasses.replace
+    assert when.Every(steps=10).due(now) and not when.Every(steps=3).due(now)
+    assert when.Every(seconds=30).due(now) and not when.Every(seconds=31).due(now)
+    assert when.At([20, 40]).due(now) and not when.At([21]).due(now) and when.At([1, 2]) == when.At({2, 1})
+    assert not when.OnPreemption().due(now) and when.OnPreemption().due(later(now, preempted=True))
+    assert not when.First().due(now) and when.First().due(later(now, last=None))
+    either = when.At([5]) | (lambda now: now.step == 20) | when.First()
+    assert either.due(now) and not either.due(later(now, step=21))
+    assert ((lambda now: True) | when.First()).due(now)

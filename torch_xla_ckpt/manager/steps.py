@@ -1,0 +1,154 @@
+"""What lies in a run's folder: a folder for each step, named by its number."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal
+
+from fsspec.core import url_to_fs
+
+from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.manager.keep import Saved
+from torch_xla_ckpt.storage import commit
+from torch_xla_ckpt.storage.files import Folder, open_folder
+
+logger = logging.getLogger(__name__)
+
+# Where a manifest's user metadata has what the manager was given.
+KEY = "torch_xla_ckpt.manager"
+# torch_xla's manager writes this last; it is a pickle, and never opened.
+_THEIRS = ".manager_metadata"
+_MANIFEST = re.compile(r"manifest-[0-9a-f]{16}\.json")
+_NUMBER = re.compile(r"0|[1-9][0-9]*")
+
+Kind = Literal["committed", "unfinished", "foreign"]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the folder of a step is.
+
+    Args:
+        kind: "unfinished" has no commit: a save that goes on or broke off, or what is left of a deletion.
+        names: of its files.
+    """
+
+    kind: Kind
+    names: frozenset[str]
+
+
+class Steps:
+    """The steps below a path. Nothing is remembered but what cannot change: the content of manifests.
+
+    Args:
+        path: local or fsspec URL.
+        storage_options: for fsspec's filesystem.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None):
+        self.path = os.fspath(path)
+        self.storage_options = storage_options
+        self._filesystem, self._root = url_to_fs(self.path, **(storage_options or {}))
+        self._known: dict[tuple[int, Look], Saved] = {}
+        self._files: dict[tuple[int, Look], Mapping[str, int]] = {}
+        self._reported: set[int] = set()
+
+    @property
+    def root(self) -> Folder:
+        """The run's folder itself."""
+        return open_folder(self.path, sync=False, storage_options=self.storage_options)
+
+    def folder(self, step: int) -> Folder:
+        return open_folder(self.place(step), sync=False, storage_options=self.storage_options)
+
+    def place(self, step: int) -> str:
+        """The path of a step."""
+        return os.path.join(self.path, str(step))
+
+    def all(self) -> dict[int, Look]:
+        """Every folder that is named like a step, ascending, whatever it is."""
+        self._filesystem.invalidate_cache()
+        try:
+            entries = self._filesystem.ls(self._root, detail=True)
+        except FileNotFoundError:
+            return {}
+        names = (os.path.basename(entry["name"].rstrip("/")) for entry in entries if entry["type"] == "directory")
+        numbers = sorted(int(name) for name in names if _NUMBER.fullmatch(name))
+        return {number: self._look(number) for number in numbers}
+
+    def committed(self) -> dict[int, Look]:
+        """The steps whose commit is there, ascending. What is foreign is reported once."""
+        looks = self.all()
+        for number, look in looks.items():
+            if look.kind == "foreign" and number not in self._reported:
+                self._reported.add(number)
+                logger.warning(
+                    "%s was not written by a checkpoint manager, and is left alone. torch_xla_ckpt.load reads it if it "
+                    "is a checkpoint",
+                    self.place(number),
+                )
+        return {number: look for number, look in looks.items() if look.kind == "committed"}
+
+    def saved(self, step: int, look: Look) -> Saved:
+        """What a committed step's manifest tells of it.
+
+        Raises:
+            CheckpointError, OSError: it cannot be read.
+        """
+        if (step, look) not in self._known:
+            found = commit.committed(self.folder(step)).manifest
+            if found is None:
+                facts, files = Saved(step), {}
+            else:
+                user = found.user_metadata
+                given = user.get(KEY, {}) if isinstance(user, dict) else {}
+                time = datetime.fromisoformat(found.time)
+                facts, files = Saved(step, time, given.get("metrics") or {}, given.get("metadata")), dict(found.files)
+            self._known[step, look], self._files[step, look] = facts, files
+        return self._known[step, look]
+
+    def flaw(self, step: int, look: Look) -> str | None:
+        """Why a committed step cannot be restored, as far as that shows without reading its data."""
+        try:
+            self.saved(step, look)
+            missing = self.folder(step).missing(self._files[step, look])
+        except (CheckpointError, OSError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        return f"{', '.join(missing[:3])} is missing or too short" if missing else None
+
+    def nbytes(self, step: int, look: Look) -> int:
+        """The bytes of a step's data files, once it has been looked into."""
+        return sum(self._files.get((step, look), {}).values())
+
+    def remove(self, step: int, look: Look) -> None:
+        """Delete a step. Its commit goes first, so that it is never there in part; unknown files stay."""
+        folder = self.folder(step)
+        folder.remove([name for name in (".metadata", _THEIRS) if name in look.names])
+        folder.remove(sorted(name for name in look.names if _is_ours(name)))
+        if not folder.remote:
+            with suppress(OSError):  # there is something else in it
+                os.rmdir(folder.url)
+
+    def remove_litter(self, step: int, look: Look) -> bool:
+        """Delete what is left of a save or a deletion that broke off, if there is nothing else in the folder."""
+        if look.kind != "unfinished" or not all(map(_is_ours, look.names)):
+            return False
+        self.remove(step, look)
+        return True
+
+    def _look(self, step: int) -> Look:
+        names = frozenset(self.folder(step).names())
+        if ".metadata" not in names:
+            return Look("unfinished", names)
+        ours = _THEIRS in names or any(_MANIFEST.fullmatch(name) for name in names)
+        return Look("committed" if ours else "foreign", names)
+
+
+def _is_ours(name: str) -> bool:
+    return commit.is_part(name) or name == _THEIRS
