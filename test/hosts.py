@@ -16,7 +16,7 @@ TIMEOUT = 200  # seconds; a hang fails the test
 
 
 def run(world, scenario, folder, dying=()):
-    """Run a scenario of scenarios.py or async_scenarios.py on ``world`` hosts; returns what each printed.
+    """Run a scenario of one of the files of scenarios on ``world`` hosts; returns what each printed.
 
     Fails if any of them did, but for those that are to die.
     """
@@ -82,8 +82,9 @@ def main():
 
     logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(name)s: %(message)s")
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=int(world))
-    module = scenarios if hasattr(scenarios, scenario) else importlib.import_module("async_scenarios")
-    getattr(module, scenario)(int(rank), int(world), folder)
+    modules = (scenarios, *map(importlib.import_module, ("async_scenarios", "manager_scenarios")))
+    run = next(getattr(module, scenario) for module in modules if hasattr(module, scenario))
+    run(int(rank), int(world), folder)
     dist.destroy_process_group()
 
 

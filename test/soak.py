@@ -25,7 +25,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 MESHES = ("8x1", "4x2", "2x4", "1x8")
-LATEST, EVERY = 2, 25
+LATEST, EVERY = 2, 100
 LIMIT = 150  # seconds for a process to end
 
 
