@@ -1,12 +1,14 @@
 """Runs the demo: trains, saves, restores in new processes on other meshes and in stock PyTorch, and compares.
 
 Started by ``scripts/demo``. Each stage is a process of its own, one at a time; this one only reads what they print
-and leave behind. Exits with 1 if a process fails or anything disagrees.
+and leave behind. Exits with 1 if a process fails or anything disagrees. It may be stopped or killed at any time: run
+again, it goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import shutil
@@ -14,7 +16,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +31,12 @@ from rich.table import Table
 
 SCRIPTS = Path(__file__).parent
 OUTPUT = SCRIPTS.parent / "demo_output"
-CHECKPOINT = OUTPUT / "checkpoint"
+RUN = OUTPUT / "run"
 LOGS = OUTPUT / "logs"
 
 STEPS, SAVE_AT = 48, 24
+CHECKPOINT = RUN / str(SAVE_AT)
+FINISHED, LOCK = OUTPUT / "finished", OUTPUT / "lock"
 SAVED_ON = "4x2"
 RESUMED_ON = ("2x4", "8x1")
 # Meshes add up in different orders, so losses agree to rounding: below 1e-6 was seen. A run that has lost the state of
@@ -79,13 +85,24 @@ class Check:
 
 def train(mesh: str, title: str, *extra: str) -> Run:
     """Run a training process to the end."""
-    report = LOGS / f"state-{mesh}.json"
-    paths = ["--checkpoint", str(CHECKPOINT), "--report", str(report)]
+    report, losses = LOGS / f"state-{mesh}.json", LOGS / f"losses-{mesh}.jsonl"
+    if "--from-step" in extra:
+        losses.unlink(missing_ok=True)
+    paths = ["--run", str(RUN), "--report", str(report), "--losses", str(losses)]
     command = [sys.executable, str(SCRIPTS / "demo_train.py"), "--mesh", mesh, "--steps", str(STEPS), *paths, *extra]
-    steps = STEPS - SAVE_AT if "--resume" in extra else STEPS
-    events = follow(command, {**os.environ, **DEVICES, **QUIET}, f"train-{mesh}", title, steps)
-    losses = {event["step"]: event["loss"] for event in events if event["event"] == "step"}
-    return Run(mesh, losses, **json.loads(report.read_text(encoding="utf-8")))
+    steps = STEPS - SAVE_AT if "--from-step" in extra else STEPS
+    follow(command, {**os.environ, **DEVICES, **QUIET}, f"train-{mesh}", title, steps)
+    return Run(mesh, losses_of(losses), **json.loads(report.read_text(encoding="utf-8")))
+
+
+def losses_of(path: Path) -> dict[int, float]:
+    """The losses that processes wrote down; steps that were taken again count once, and a line may be cut off."""
+    found = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with suppress(ValueError):
+            event = json.loads(line)
+            found[event["step"]] = event["loss"]
+    return found
 
 
 def open_plainly(python: str) -> Event:
@@ -106,7 +123,10 @@ def follow(command: Sequence[str], environment: Mapping[str, str], name: str, ti
     log = LOGS / f"{name}.stderr"
     with log.open("w") as stderr, progress_bar() as bar:
         task = bar.add_task(title, total=steps, visible=steps > 0)
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True)
+        # The lock goes with the process: should this one be killed, another demo waits until that has noticed.
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True, pass_fds=[lock_of_output()]
+        )
         try:
             assert process.stdout is not None
             for line in process.stdout:
@@ -116,7 +136,8 @@ def follow(command: Sequence[str], environment: Mapping[str, str], name: str, ti
                 events.append(json.loads(line))
                 say(events[-1])
                 if "loss" in events[-1]:
-                    bar.update(task, advance=1, description=f"{title}: loss {events[-1]['loss']:.3f}")
+                    done = events[-1]["step"] + 1 - (STEPS - steps)
+                    bar.update(task, completed=done, description=f"{title}: loss {events[-1]['loss']:.3f}")
             failed = process.wait()
         finally:
             process.kill()
@@ -127,6 +148,12 @@ def follow(command: Sequence[str], environment: Mapping[str, str], name: str, ti
         console.print(f"[red]{name} failed with exit status {failed}[/]")
         raise SystemExit(1)
     return events
+
+
+@cache
+def lock_of_output() -> int:
+    """The file that a demo locks as long as it or a process of it uses the outputs."""
+    return os.open(LOCK, os.O_CREAT | os.O_RDWR)
 
 
 def progress_bar() -> Progress:
@@ -146,6 +173,8 @@ def say(event: Event) -> None:
             console.print(f"  step {event['step']} is saved in the background; {blocked}")
         case {"event": "restored"}:
             console.print(f"  restored step {event['step']} in {event['seconds']:.1f} s, and goes on")
+        case {"event": "history"}:
+            console.print(event["table"], markup=False)
         case {"event": "step"} if not console.is_terminal and event["step"] % 8 == 7:
             console.print(f"  step {event['step'] + 1} of {STEPS}: loss {event['loss']:.3f}")
 
@@ -203,7 +232,7 @@ def conclude(checks: Sequence[Check], seconds: float) -> int:
         ("loss.png", "the three loss curves, and how far they are apart"),
         ("boxes.png", "two tensors' boxes on the three meshes"),
         ("losses.json", "the losses"),
-        ("checkpoint/", "opens with torch_xla_ckpt.load, and with stock torch.distributed.checkpoint"),
+        ("run/", "the steps that were kept; each opens with torch_xla_ckpt.load, and with stock PyTorch"),
         ("logs/", "digests and layouts of the state in each process, and what they wrote to stderr"),
     ):
         console.print(f"  {name:12} {what}")
@@ -215,16 +244,22 @@ def main() -> int:
     parser.add_argument("--plain-python", required=True, help="a Python with torch and without torch_xla")
     plain_python = parser.parse_args().plain_python
     begun = time.perf_counter()
-    shutil.rmtree(OUTPUT, ignore_errors=True)
-    LOGS.mkdir(parents=True)
+    OUTPUT.mkdir(exist_ok=True)
+    fcntl.flock(lock_of_output(), fcntl.LOCK_EX)
+    if FINISHED.exists():
+        for path in (FINISHED, *OUTPUT.glob("*.png"), *OUTPUT.glob("*.json")):
+            path.unlink(missing_ok=True)
+        shutil.rmtree(RUN, ignore_errors=True)
+        shutil.rmtree(LOGS, ignore_errors=True)
+    LOGS.mkdir(exist_ok=True)
 
-    console.print("[bold]1. A Llama learns bytes on eight devices, fsdp x tensor = 4 x 2, and saves mid-way")
-    full = train(SAVED_ON, "uninterrupted", "--save-at", str(SAVE_AT))
+    console.print("[bold]1. A Llama learns bytes on eight devices, fsdp x tensor = 4 x 2, and saves while it learns")
+    full = train(SAVED_ON, "uninterrupted", "--compare-at", str(SAVE_AT))
     console.print(contents(CHECKPOINT, full.layouts))
     resumed = []
     for number, mesh in enumerate(RESUMED_ON, 2):
         console.print(f"[bold]{number}. A new process restores it on {pretty(mesh)} and goes on")
-        resumed.append(train(mesh, "resumed", "--resume"))
+        resumed.append(train(mesh, "resumed", "--from-step", str(SAVE_AT)))
     console.print(f"[bold]{len(RESUMED_ON) + 2}. A process without torch_xla opens it with stock PyTorch")
     plain = open_plainly(plain_python)
 
@@ -233,6 +268,7 @@ def main() -> int:
     (OUTPUT / "losses.json").write_text(json.dumps(losses, indent=1), encoding="utf-8")
     draw_losses(losses, SAVE_AT, TOLERANCE, OUTPUT / "loss.png")
     draw_boxes({run.mesh: run.layouts for run in runs}, OUTPUT / "boxes.png")
+    FINISHED.touch()
     return conclude(check_all(full, resumed, plain), time.perf_counter() - begun)
 
 

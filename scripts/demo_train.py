@@ -1,13 +1,14 @@
 """One training process of the demo: a small Llama on a mesh of eight virtual devices.
 
     export PJRT_DEVICE=CPU CPU_NUM_DEVICES=8
-    python scripts/demo_train.py --mesh 4x2 --checkpoint DIR --report FILE --steps 48 --save-at 24
-    python scripts/demo_train.py --mesh 2x4 --checkpoint DIR --report FILE --steps 48 --resume
+    python scripts/demo_train.py --mesh 4x2 --run DIR --report FILE --losses FILE --steps 48 --compare-at 24
+    python scripts/demo_train.py --mesh 2x4 --run DIR --report FILE --losses FILE --steps 48 --from-step 24
 
-Prints one line of JSON per event (progress, losses), and leaves in the report file what the orchestrator compares:
-digests and layouts of the whole state at the checkpoint. The part worth copying is ``Training``: ``state`` gathers
-what a run needs to go on, and ``restore`` puts it back on whatever mesh this process has, into a model without data
-and an optimizer that never took a step.
+The first trains a run, or goes on with it where it was when it was stopped or killed; the second goes on from one of
+its steps on another mesh, and saves nothing. Prints one line of JSON per event (progress, losses), and leaves in the
+report file what the orchestrator compares: digests and layouts of the whole state at one step. The part worth copying
+is ``Training``: ``state`` gathers what a run needs to go on, and ``restore`` puts it back on whatever mesh this process
+has, into a model without data and an optimizer that never took a step.
 """
 
 from __future__ import annotations
@@ -107,15 +108,11 @@ class Training:
             "step": self.step,
         }
 
-    def save(self, path: Path, stager: xc.SPMDStager) -> None:
-        """Save in the background, over what is there; training may go on at once."""
-        xc.async_save(self.state(), path, stager=stager)
-
-    def restore(self, path: Path) -> None:
-        """Go on from a checkpoint of any mesh."""
+    def restore(self, manager: xc.CheckpointManager, step: int) -> None:
+        """Go on from a step that was saved on any mesh."""
         state: dict[str, Any] = {"scheduler": self.scheduler, "rng": {}, "data": {}, "step": None}
         sharding = functools.partial(shard, mesh=self.mesh)
-        xc.restore(path, model=self.model, optimizer=self.optim, sharding=sharding, state=state)
+        manager.restore(step, state, model=self.model, optimizer=self.optim, sharding=sharding)
         self.position = state["data"]["position"]
         self.step = state["step"]
         torch.set_rng_state(state["rng"]["torch"])
@@ -201,17 +198,21 @@ def emit(event: str, **facts: object) -> None:
 def report(training: Training, path: Path) -> None:
     """Write down the whole state as it lies on the devices now."""
     state = training.state()
-    path.write_text(json.dumps({"digests": digests(state), "layouts": layouts(state)}), encoding="utf-8")
+    found = json.dumps({"digests": digests(state), "layouts": layouts(state)})
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(found, encoding="utf-8")
+    temporary.replace(path)  # whole or not at all, should this process be killed
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--mesh", required=True, help="fsdp x tensor, for example 4x2")
-    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--run", type=Path, required=True, help="where the steps are saved")
     parser.add_argument("--report", type=Path, required=True)
+    parser.add_argument("--losses", type=Path, required=True, help="a line is added for each step")
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--save-at", type=int, help="save now and then, and last after this many steps")
-    parser.add_argument("--resume", action="store_true", help="start from the checkpoint")
+    parser.add_argument("--compare-at", type=int, help="save now and then, and report the state after so many steps")
+    parser.add_argument("--from-step", type=int, help="go on from this step, and save nothing")
     return parser.parse_args()
 
 
@@ -219,23 +220,39 @@ def main() -> None:
     args = arguments()
     xr.use_spmd()
     shape = tuple(int(n) for n in args.mesh.split("x"))
-    training = Training(xs.Mesh(np.arange(8), shape, ("fsdp", "tensor")), args.steps, empty=args.resume)
-    emit("built", parameters=sum(p.numel() for p in training.model.parameters()), corpus=len(training.text))
-    if args.resume:
-        start = time.perf_counter()
-        training.restore(args.checkpoint)
-        emit("restored", seconds=time.perf_counter() - start, step=training.step)
-        report(training, args.report)
-    with xc.SPMDStager("device") as stager:
-        while training.step < args.steps:
-            step, loss = training.step, training.train_step()
-            emit("step", step=step, loss=loss)
-            if training.step == args.save_at:
-                report(training, args.report)
-            if training.step % SAVE_EVERY == 0 and training.step <= (args.save_at or 0):
-                start = time.perf_counter()
-                training.save(args.checkpoint, stager)
-                emit("saving", seconds=time.perf_counter() - start, step=training.step)
+    keep = xc.keep.Latest(2) | xc.keep.Every(steps=SAVE_EVERY * 3)
+    with xc.CheckpointManager(args.run, SAVE_EVERY, keep=keep, device_memory_limit=1 << 30) as manager:
+        start = manager.latest_step() if args.from_step is None else args.from_step
+        training = Training(xs.Mesh(np.arange(8), shape, ("fsdp", "tensor")), args.steps, empty=start is not None)
+        emit("built", parameters=sum(p.numel() for p in training.model.parameters()), corpus=len(training.text))
+        if start is not None:
+            begun = time.perf_counter()
+            training.restore(manager, start)
+            emit("restored", seconds=time.perf_counter() - begun, step=training.step)
+        if args.from_step is not None:
+            report(training, args.report)
+        run(training, manager, args)
+        manager.wait()
+        if args.from_step is None:
+            emit("history", table=str(manager.history()))
+
+
+def run(training: Training, manager: xc.CheckpointManager, args: argparse.Namespace) -> None:
+    """Train until the end, or until the machine is about to be taken away (SIGTERM)."""
+    while training.step < args.steps:
+        step, loss = training.step, training.train_step()
+        with args.losses.open("a", encoding="utf-8") as losses:
+            losses.write(json.dumps({"step": step, "loss": loss}) + "\n")
+        emit("step", step=step, loss=loss)
+        if args.from_step is not None:
+            continue
+        if training.step == args.compare_at:
+            report(training, args.report)
+        begun = time.perf_counter()
+        if manager.save_async(training.step, training.state(), metrics={"loss": loss}):
+            emit("saving", seconds=time.perf_counter() - begun, step=training.step)
+        if manager.reached_preemption(training.step):
+            raise SystemExit("stopped by SIGTERM; run it again to go on")
 
 
 if __name__ == "__main__":

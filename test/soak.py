@@ -53,7 +53,7 @@ class Chain:
         self.log.touch()
         self.mesh = "4x2"
         self.told = set()  # steps that a process was told are committed
-        self.size = 0  # bytes of a step
+        self.size = 0  # bytes of the largest step
         self.blows = []
 
     def run(self, restarts):
@@ -145,8 +145,9 @@ class Chain:
         sizes = {step: self.bytes_of(step, look) for step, look in self.steps.all().items()}
         if there:
             self.size = max(self.size, *(sizes[step] for step in there))
-            allowed = (len(kept) + 1) * self.size
-            assert sum(sizes.values()) <= allowed, f"{sizes} takes more than {allowed}"
+            others = {step: size for step, size in sizes.items() if step not in kept}
+            # One save; on another mesh it has other chunks, and each of them a header.
+            assert sum(others.values()) <= 1.3 * self.size, f"{others} is more than one save of {self.size}"
 
     def bytes_of(self, step, look):
         total = 0
@@ -211,14 +212,15 @@ def train(place, folder, restart, mesh_name, rank, world, options):
         xs.mark_sharding(module[2].weight, on, (None, "b"))
 
     optim = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    data = {"position": 0}
+    noise = torch.Generator().manual_seed(1)
+    data = {"position": 0, "noise": noise.get_state()}
 
     def state():
         return {"model": model.state_dict(), "optim": optim.state_dict(), "data": data}
 
     def digest():
         total = hashlib.sha256()
-        for key, value in sorted(on_host({**state(), "host": torch.get_rng_state()}).items()):
+        for key, value in sorted(on_host(state()).items()):
             total.update(key.encode())
             total.update(value.numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode())
         return total.hexdigest()
@@ -227,7 +229,7 @@ def train(place, folder, restart, mesh_name, rank, world, options):
         place,
         keep=xc.keep.Latest(LATEST) | xc.keep.Every(steps=EVERY),
         when=lambda now: now.step % 3 == 0 or now.step % 7 == 0,
-        rng=world == 1,
+        rng=True,
         sync=False,
         device_memory_limit=1 << 30 if int(restart) % 3 else 0,
         **eval(options),
@@ -243,18 +245,20 @@ def train(place, folder, restart, mesh_name, rank, world, options):
         model.to("xla")
         shard(model)
         torch_xla.sync()
+    noise.set_state(data["noise"])
     before = digest()
     note("restored", step=step, digest=before, mesh=mesh_name)
     number = 0 if step is None else step + 1
     while True:
-        noise = torch.rand(8, 16)  # a run that has lost its random generators is found out
-        inputs = (torch.arange(8 * 16).reshape(8, 16) + data["position"]).sin() + 0.01 * noise
+        drawn = torch.rand(8, 16, generator=noise)
+        inputs = (torch.arange(8 * 16).reshape(8, 16) + data["position"]).sin() + 0.01 * drawn
         loss = model(inputs.to("xla")).square().mean()
         loss.backward()
         optim.step()
         optim.zero_grad()
         torch_xla.sync()
         data["position"] += 8
+        data["noise"].copy_(noise.get_state())
         after = digest()
         note("trained", step=number, before=before, after=after, loss=loss.item().hex(), mesh=mesh_name)
         note("saved", step=number, digest=after)  # it may be

@@ -399,7 +399,9 @@ def test_nothing_is_deleted_for_a_step_that_cannot_be_read_back(tmp_path, monkey
     with xc.CheckpointManager(tmp_path, 1, max_to_keep=1) as manager:
         fill(manager, 1)
         flaw = type(manager._steps).flaw
-        monkeypatch.setattr(type(manager._steps), "flaw", lambda *a: "its manifest is gone" if a[1] == 2 else flaw(*a))
+        monkeypatch.setattr(
+            type(manager._steps), "flaw", lambda *a, **k: "its manifest is gone" if a[1] == 2 else flaw(*a, **k)
+        )
         fill(manager, 2)
         assert "cannot be read back: its manifest is gone" in caplog.text
         assert (tmp_path / "1" / ".metadata").exists()

@@ -140,7 +140,8 @@ def set_seed(value: int) -> None:
 def preemption_notice() -> Callable[[int], bool] | None:
     """torch_xla's preemption sync: whether all hosts stop at a step. None where the platform has none.
 
-    It needs the coordination service of a TPU pod; elsewhere activating it ends the process.
+    It lets those agree that the runtime knows as hosts of one program. Elsewhere than on TPUs every process is one of
+    its own to the runtime, and would only agree with itself.
     """
     if xr.device_type() != "TPU":
         return None

@@ -90,19 +90,18 @@ class Journal:
         self._lock = threading.Lock()
 
     def write(self, event: str, **facts: Any) -> None:
-        """Add a line, with the time. The file is replaced whole, as object stores cannot append."""
+        """Add a line, with the time."""
         line = json.dumps({"time": now().isoformat(timespec="milliseconds"), "event": event, **facts})
         try:
             with self._lock:
-                folder = self._root()
-                folder.replace(NAME, self._content(folder) + line.encode() + b"\n", f"{NAME}.tmp")
+                self._root().append(NAME, line.encode())
         except OSError as error:
             logger.warning("the journal in %s could not be written (%s); lost: %s", self._root().url, error, line)
 
     def events(self) -> list[dict[str, Any]]:
         """All lines, oldest first. What is no JSON is left out."""
         found = []
-        for line in self._content(self._root()).splitlines():
+        for line in self._content().splitlines():
             try:
                 found.append(json.loads(line))
             except ValueError:
@@ -124,9 +123,8 @@ class Journal:
             if event.get("event") == "saved"
         )
 
-    def _content(self, folder: Folder) -> bytes:
+    def _content(self) -> bytes:
         try:
-            data = folder.read(NAME)
+            return self._root().read(NAME)
         except FileNotFoundError:
             return b""
-        return data if data.endswith(b"\n") or not data else data + b"\n"

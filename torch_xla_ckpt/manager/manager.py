@@ -449,7 +449,7 @@ class CheckpointManager:
         found: dict[int, str] = {}
         for step, look in sorted(self._steps.committed().items(), reverse=True):
             if step not in skipped:
-                flaw = self._steps.flaw(step, look)
+                flaw = self._steps.flaw(step, look, thorough=True)
                 if flaw is None:
                     return step, found
                 found[step] = flaw
@@ -511,9 +511,11 @@ class CheckpointManager:
             self._restore(source, state_dict, more, model, optimizer, sharding, mesh, rng=False)
         elif model is not None:
             self._restore(source, None, {}, model, None, sharding, mesh, rng=False)
+        elif "model" in (state_dict or {}):
+            assert state_dict is not None
+            self._restore(source, {"model": state_dict["model"]}, {}, None, None, None, None, rng=False)
         else:
-            part = {"model": (state_dict or {})["model"]}
-            self._restore(source, part, {}, None, None, None, None, rng=False)
+            raise CheckpointError('initial="model" needs the model: pass model=, or a state that has "model"')
 
     def _listen(self) -> None:
         """Begin to notice preemption. Whatever is in the way is logged: a manager must not fail for that."""

@@ -111,7 +111,9 @@ class Retention:
     def _retire(self, committed: int, facts: Callable[[], Mapping[str, Any]]) -> None:
         try:
             looks = self._steps.committed()
-            flaw = self._steps.flaw(committed, looks[committed]) if committed in looks else "its commit is not there"
+            flaw: str | None = "its commit is not there"
+            if committed in looks:
+                flaw = self._steps.flaw(committed, looks[committed], thorough=True)
             if flaw is not None:
                 logger.error("nothing is deleted, because step %s cannot be read back: %s", committed, flaw)
                 return

@@ -113,11 +113,19 @@ class Steps:
             self._known[step, look], self._files[step, look] = facts, files
         return self._known[step, look]
 
-    def flaw(self, step: int, look: Look) -> str | None:
-        """Why a committed step cannot be restored, as far as that shows without reading its data."""
+    def flaw(self, step: int, look: Look, *, thorough: bool = False) -> str | None:
+        """Why a committed step cannot be restored, as far as that shows without reading its data.
+
+        Args:
+            step, look: as ``committed`` has found it.
+            thorough: ask for the size of every file too, not only whether it was listed.
+        """
         try:
             self.saved(step, look)
-            missing = self.folder(step).missing(self._files[step, look])
+            files = self._files[step, look]
+            missing = [name for name in files if name not in look.names]
+            if thorough and not missing:
+                missing = self.folder(step).missing(files)
         except (CheckpointError, OSError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
         return f"{', '.join(missing[:3])} is missing or too short" if missing else None

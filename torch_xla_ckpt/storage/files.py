@@ -89,6 +89,9 @@ class Folder(Protocol):
         ``temporary`` names the file to use on the way where the storage needs one.
         """
 
+    def append(self, name: str, line: bytes) -> None:
+        """Add a line to a file, which is made if it is not there. Where files cannot grow, it is written anew."""
+
     def flush(self) -> None:
         """With ``sync``: make the names of new files stable."""
 
@@ -205,6 +208,14 @@ class LocalFolder:
             sink.abandon()
             raise
         self.flush()
+
+    def append(self, name: str, line: bytes) -> None:
+        with open(self._path / name, "a+b") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":  # the line before was cut off
+                    line = b"\n" + line
+            file.write(line + b"\n")
 
     def flush(self) -> None:
         self._sync_folder(self._path)
@@ -327,6 +338,13 @@ class RemoteFolder:
 
     def replace(self, name: str, data: bytes, temporary: str) -> None:
         self._fs.pipe_file(self._full(name), data)
+
+    def append(self, name: str, line: bytes) -> None:
+        try:
+            before = self.read(name)
+        except FileNotFoundError:
+            before = b""
+        self.replace(name, before + line + b"\n", "")
 
     def flush(self) -> None:
         pass
