@@ -134,6 +134,36 @@ def one_gives_up(rank, world, folder):
     assert not (path / ".metadata").exists()
 
 
+class Gated(xc.ShardWriter):
+    """Storage that waits until it is let through."""
+
+    def prepare_local_plan(self, plan):
+        assert self.opened.wait(60)
+        return super().prepare_local_plan(plan)
+
+
+def one_gives_up_before_its_turn(rank, world, folder):
+    for way in ("xc", "dcp"):
+        path = Path(folder) / f"turn-{way}"
+        with stager_of(rank, world, max_pending=2) as stager:
+            gate = Gated(path / "first")
+            gate.opened = threading.Event()
+            first = xc.async_save({"t": torch.ones(3)}, storage_writer=gate, stager=stager)
+            state, writer = {"t": torch.ones(3)}, xc.ShardWriter(path / "second")
+            if way == "xc":
+                second = xc.async_save(state, storage_writer=writer, stager=stager)
+            else:
+                planner = xc.SPMDSavePlanner()
+                second = dcp.async_save(state, storage_writer=writer, planner=planner, async_stager=stager)
+            if rank == 0:
+                stager._saves[1].cancel()
+            gate.opened.set()
+            first.result(60)
+            with pytest.raises(xc.CheckpointError, match=("rank 0: " if rank else "") + ".*the save was cancelled"):
+                second.upload_completion.result(60)
+        assert not (path / "second").exists()
+
+
 def a_group_of_some(rank, world, folder):
     """A stager for a part of the processes, while the others do something else."""
     group = dist.new_group([world - 1, 0])
@@ -155,7 +185,13 @@ def a_group_of_some(rank, world, folder):
 
 def quick(rank, world, folder):
     """Several short scenarios in one start of the processes."""
-    for scenario in (one_cannot_copy, one_cannot_write, one_gives_up, a_group_of_some):
+    for scenario in (
+        one_cannot_copy,
+        one_cannot_write,
+        one_gives_up,
+        one_gives_up_before_its_turn,
+        a_group_of_some,
+    ):
         scenario(rank, world, folder)
         dist.barrier()
         print(f"{scenario.__name__} passed", flush=True)

@@ -133,14 +133,12 @@ class Save:
     def wait_for_turn(self) -> None:
         """In the thread that writes: wait until it may.
 
-        Raises:
-            CheckpointError: the save has been given up.
+        One that was given up goes on to fail in ``check``, where DCP tells the other processes.
         """
         self._attached.wait()
         if self._before is not None:
             self._before.wait()
             self._before = None  # or every save would hold all that went before it
-        self._require_wanted()
         self._turn.take()
 
     def check(self) -> None:
@@ -149,12 +147,9 @@ class Save:
         Raises:
             CheckpointError: the save has been given up.
         """
-        self._require_wanted()
         begin, self._begin = self._begin, None
         if begin is not None:
             begin()
-
-    def _require_wanted(self) -> None:
         if self.cancelled:
             raise CheckpointError("the save was cancelled; a checkpoint that was there before is untouched")
 
