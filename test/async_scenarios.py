@@ -161,7 +161,7 @@ def one_gives_up_before_its_turn(rank, world, folder):
             first.result(60)
             with pytest.raises(xc.CheckpointError, match=("rank 0: " if rank else "") + ".*the save was cancelled"):
                 second.upload_completion.result(60)
-        assert not (path / "second").exists()
+        assert not (path / "second" / ".metadata").exists()
 
 
 def a_group_of_some(rank, world, folder):
