@@ -139,6 +139,11 @@ def follow(command: Sequence[str], environment: Mapping[str, str], name: str, ti
                     done = events[-1]["step"] + 1 - (STEPS - steps)
                     bar.update(task, completed=done, description=f"{title}: loss {events[-1]['loss']:.3f}")
             failed = process.wait()
+        except KeyboardInterrupt:
+            process.terminate()  # it saves the step it is at
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=60)
+            raise SystemExit("\nstopped; run it again to go on") from None
         finally:
             process.kill()
     said = log.read_text()

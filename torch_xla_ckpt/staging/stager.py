@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import threading
 import weakref
 from collections.abc import Callable
@@ -119,6 +120,8 @@ class SPMDStager:
         self._choice: Choice | None = None
         self._timeline = Timeline()
         self._closed = False
+        self._worker = _Worker()
+        weakref.finalize(self, self._worker.stop)
         _at_exit(self)
 
     @property
@@ -206,6 +209,7 @@ class SPMDStager:
                 save.cancel()
             raise
         self._closed = True
+        self._worker.stop()
         self._capture.release()
         if self._peers is not None:
             self._peers.close()
@@ -284,7 +288,7 @@ class SPMDStager:
         path: str | os.PathLike[str] | None,
         write: Callable[[dist.ProcessGroup | None], Metadata | None],
     ) -> None:
-        """Run a save in a thread of its own, when it is its turn."""
+        """Run a save in the stager's thread, when it is its turn."""
         group = None if self._peers is None else self._peers.group
         save.attach(upload, path)
 
@@ -298,7 +302,7 @@ class SPMDStager:
                 upload.set_result(metadata)
 
         upload.set_running_or_notify_cancel()
-        threading.Thread(target=work, name="SPMDStager").start()
+        self._worker.submit(work)
 
     def _worded(self, save: Save, error: BaseException) -> BaseException:
         """An error of a save, as one of ours."""
@@ -335,6 +339,30 @@ class SPMDStager:
         if failed:
             more = f" (and {len(failed) - 1} more, which the log has)" if len(failed) > 1 else ""
             raise CheckpointError(f"an earlier save in the background failed: {failed[0]}{more}") from failed[0]
+
+
+class _Worker:
+    """A thread that runs one job after the other. It is kept, because starting one waits for a free processor."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._started = False
+
+    def submit(self, job: Callable[[], None]) -> None:
+        if not self._started:
+            self._started = True
+            threading.Thread(target=_work, args=(self._jobs,), name="SPMDStager").start()
+        self._jobs.put(job)
+
+    def stop(self) -> None:
+        """Let the thread end when it has done what was submitted."""
+        self._jobs.put(None)
+
+
+def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # while this waits for the next one, it must not hold the last one's state
 
 
 def _at_exit(stager: SPMDStager) -> None:
