@@ -231,6 +231,8 @@ def timeline(training: Training, side: Ours, options: argparse.Namespace) -> Non
         with steps.span("training step"):
             training.step()
         if number == 1:
+            with steps.span("wait for the devices"):
+                settle()  # or the picture would show the end of the step as part of the call
             with steps.span("async_save"):
                 side.save(number, training.state())
     with steps.span("wait for the devices"):

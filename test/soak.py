@@ -11,6 +11,7 @@ the policy keeps; and the disk never holds more than the policy allows and one s
 
 import argparse
 import contextlib
+import datetime
 import hashlib
 import json
 import os
@@ -27,6 +28,7 @@ HERE = Path(__file__).parent
 MESHES = ("8x1", "4x2", "2x4", "1x8")
 LATEST, EVERY = 2, 100
 LIMIT = 150  # seconds for a process to end
+PATIENCE = datetime.timedelta(seconds=20)  # of a process with another one that was killed
 
 
 class Chain:
@@ -195,7 +197,9 @@ def train(place, folder, restart, mesh_name, rank, world, options):
     rank, world = int(rank), int(world)
     if world > 1:
         rendezvous = Path(folder) / f"rendezvous-{restart}"
-        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=PATIENCE
+        )
 
     def note(event, **facts):
         if rank == 0:
@@ -230,6 +234,7 @@ def train(place, folder, restart, mesh_name, rank, world, options):
         keep=xc.keep.Latest(LATEST) | xc.keep.Every(steps=EVERY),
         when=lambda now: now.step % 3 == 0 or now.step % 7 == 0,
         rng=True,
+        timeout=PATIENCE,
         sync=False,
         device_memory_limit=1 << 30 if int(restart) % 3 else 0,
         **eval(options),

@@ -306,6 +306,7 @@ def test_a_damaged_step_is_skipped_with_its_reason(tmp_path, caplog):
         for step, why in ((3, "checksum"), (4, "is missing or too short"), (5, "manifest"), (6, "metadata")):
             (text,) = [record.getMessage() for record in caplog.records if f"step {step} of" in record.getMessage()]
             assert "is skipped, because it is damaged" in text and why in text, text
+        assert [verdict.step for verdict in manager.plan_retention() if not verdict.kept] == [1]
         manager.save(7, state(7))
         manager.wait()
         assert manager.all_steps() == [7]
@@ -452,9 +453,14 @@ def test_what_broke_off_is_cleaned_up_and_nothing_else(tmp_path):
     (tmp_path / "1" / ".metadata").unlink()  # a deletion that broke off
     (tmp_path / "2" / ".metadata").unlink()
     (tmp_path / "2" / "notes.txt").write_text("mine")
+    (tmp_path / "9").mkdir()
+    (tmp_path / "9" / "__0_0.distcp").write_bytes(b"")  # another program may be about to commit this
     with xc.CheckpointManager(tmp_path, 1) as manager:
-        assert manager.all_steps() == [3] and not (tmp_path / "1").exists()
-        assert (tmp_path / "2" / "notes.txt").exists()
+        assert manager.all_steps() == [3] and manager.restore_latest(state(0)) == 3
+        assert (tmp_path / "1").exists()  # who only reads must not disturb who saves
+        fill(manager, 4)
+        assert manager.all_steps() == [3, 4] and not (tmp_path / "1").exists()
+        assert (tmp_path / "2" / "notes.txt").exists() and (tmp_path / "9" / "__0_0.distcp").exists()
         assert len(list((tmp_path / "2").iterdir())) > 1
 
 
@@ -470,6 +476,7 @@ def test_sigterm_saves_the_step_once_and_is_passed_on(tmp_path):
         assert not manager.save_async(1, state(1)) and not manager.reached_preemption(1)
         os.kill(os.getpid(), signal.SIGTERM)
         assert manager.save_async(2, state(2)) and manager.reached_preemption(2) and called == [1]
+        assert not manager.save_async(3, state(3)) and manager.reached_preemption(3)  # once
         manager.close()
         assert manager.all_steps() == [2] and signal.getsignal(signal.SIGTERM) is handler
     finally:

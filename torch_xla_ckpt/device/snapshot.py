@@ -78,6 +78,9 @@ class Snapshot(torch.Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Snapshot(shape={tuple(self.shape)}, dtype={self.dtype})"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise CheckpointError("a snapshot cannot leave the process that took it: save in a thread, DCP's default")
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise CheckpointError("what SPMDStager has staged can only be saved with SPMDSavePlanner: pass it as planner=")

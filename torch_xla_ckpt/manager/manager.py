@@ -120,7 +120,6 @@ class CheckpointManager:
         self._steps = Steps(self.base_path.rstrip("/") or "/", storage_options)
         self._journal = Journal(lambda: self._steps.root)
         self._report: LoadReport | None = None
-        self._broken: set[int] = set()
         self._closed = False
         self._under_way: dict[int, int] = {}  # saves of each step
         self._lock = threading.Lock()
@@ -136,11 +135,11 @@ class CheckpointManager:
             device_memory_limit=device_memory_limit,
         )
         self._retention = Retention(self._steps, self._keep, self._journal, self._busy) if self._rank == 0 else None
-        if self._retention is not None:
-            self._retention.remove_litter()
         self._last = max(self._agreed(self.all_steps), default=None)
         self._terminated = Terminated()
         self._notice: Callable[[int], bool] | None = None
+        self._noticed = False
+        self._farewell: int | None = None  # the step that was saved because of preemption
         if chkpt_on_preemption:
             self._listen()
         self._agreement = Agreement(self._group, lambda: self._terminated.received)
@@ -150,7 +149,8 @@ class CheckpointManager:
     def should_save(self, step: int) -> bool:
         """Whether a policy wants this step saved. The same answer in all processes."""
         preempted, seconds = self._facts(step)
-        return self._when.due(saving.Now(step, self._last, seconds, preempted))
+        farewell = preempted and self._farewell in (None, step)  # which is said once
+        return self._when.due(saving.Now(step, self._last, seconds, farewell))
 
     def save(
         self,
@@ -250,7 +250,7 @@ class CheckpointManager:
 
     def all_steps(self) -> list[int]:
         """The committed steps, ascending. Looks every time, so it is the same in all processes."""
-        return [step for step in self._steps.committed() if step not in self._broken]
+        return [step for step in self._steps.committed() if step not in self._steps.damaged]
 
     def join(self) -> None:
         """As ``wait``."""
@@ -394,8 +394,8 @@ class CheckpointManager:
     def _facts(self, step: int) -> tuple[bool, float]:
         preempted, seconds = self._agreement.at(step)
         if self._notice is not None:
-            preempted = self._notice(step)
-        return preempted, seconds
+            self._noticed = self._noticed or self._notice(step)
+        return preempted or self._noticed, seconds
 
     def _is_due(self, step: int, force: bool) -> bool:
         if self._closed:
@@ -405,11 +405,12 @@ class CheckpointManager:
             raise ValueError(f"a step must not be negative, got {step}")
         if not (self.should_save(step) or force):  # the question is asked in any case: all processes ask it together
             return False
-        if self._facts(step)[0]:
+        if self._facts(step)[0] and self._farewell is None:
+            self._farewell = step
             logger.warning("step %s is saved because the machine is about to be taken away", step)
         self._agreement.saving()
         self._last = step
-        self._broken.discard(step)
+        self._steps.damaged.pop(step, None)
         return True
 
     def _writer(self, step: int, call: _Call, metadata: Any) -> ShardWriter:
@@ -434,9 +435,8 @@ class CheckpointManager:
 
     def _saved(self) -> list[Saved]:
         """What is known of the committed steps that can be restored, ascending."""
-        looks = self._steps.committed()
-        whole = {step: look for step, look in looks.items() if step not in self._broken}
-        return [self._steps.saved(step, look) for step, look in whole.items() if not self._steps.flaw(step, look)]
+        looks = self._steps.committed().items()
+        return [self._steps.saved(step, look) for step, look in looks if self._steps.flaw(step, look) is None]
 
     def _one(self, step: int) -> Saved:
         look = self._steps.committed().get(step)
@@ -457,7 +457,7 @@ class CheckpointManager:
 
     def _skip(self, skipped: Mapping[int, str]) -> None:
         for step, why in skipped.items():
-            self._broken.add(step)
+            self._steps.damaged[step] = why
             logger.warning("step %s of %s is skipped, because it is damaged: %s", step, self.base_path, why)
 
     def _restore(
@@ -587,7 +587,7 @@ class _Writer(ShardWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if self.retention is not None:
-            self.retention.wait()
+            self.retention.make_room()
         return super().prepare_local_plan(plan)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

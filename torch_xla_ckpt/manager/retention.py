@@ -52,6 +52,7 @@ class Retention:
         self._closed = threading.Event()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="CheckpointManager")
         self._pending: list[Future[None]] = []
+        self._cleaned = False
 
     def plan(self) -> tuple[Verdict, ...]:
         """What would be deleted now, and why; deletes nothing."""
@@ -66,6 +67,13 @@ class Retention:
         """
         self._pending = [one for one in self._pending if not one.done()]
         self._pending.append(self._executor.submit(self._retire, step, facts))
+
+    def make_room(self) -> None:
+        """Before a save: wait until nothing is being deleted, and clean up after an earlier program."""
+        self.wait()
+        if not self._cleaned:
+            self._cleaned = True
+            self.remove_litter()
 
     def wait(self) -> None:
         """Wait until nothing is being deleted."""
@@ -110,6 +118,7 @@ class Retention:
 
     def _retire(self, committed: int, facts: Callable[[], Mapping[str, Any]]) -> None:
         try:
+            self.remove_litter()
             looks = self._steps.committed()
             flaw: str | None = "its commit is not there"
             if committed in looks:

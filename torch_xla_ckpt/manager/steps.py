@@ -49,6 +49,9 @@ class Steps:
     Args:
         path: local or fsspec URL.
         storage_options: for fsspec's filesystem.
+
+    Attributes:
+        damaged: steps that were found to be, with what is wrong; they do not count as committed ones.
     """
 
     def __init__(self, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None):
@@ -58,6 +61,7 @@ class Steps:
         self._known: dict[tuple[int, Look], Saved] = {}
         self._files: dict[tuple[int, Look], Mapping[str, int]] = {}
         self._reported: set[int] = set()
+        self.damaged: dict[int, str] = {}
 
     @property
     def root(self) -> Folder:
@@ -120,6 +124,8 @@ class Steps:
             step, look: as ``committed`` has found it.
             thorough: ask for the size of every file too, not only whether it was listed.
         """
+        if step in self.damaged:
+            return self.damaged[step]
         try:
             self.saved(step, look)
             files = self._files[step, look]
@@ -144,8 +150,8 @@ class Steps:
                 os.rmdir(folder.url)
 
     def remove_litter(self, step: int, look: Look) -> bool:
-        """Delete what is left of a save or a deletion that broke off, if there is nothing else in the folder."""
-        if look.kind != "unfinished" or not all(map(_is_ours, look.names)):
+        """Delete what is left of a save or a deletion of ours, if there is nothing else in the folder."""
+        if look.kind != "unfinished" or not all(commit.is_part(name, stock=False) for name in look.names):
             return False
         self.remove(step, look)
         return True

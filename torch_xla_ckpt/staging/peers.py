@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from datetime import timedelta
@@ -10,8 +9,6 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from torch_xla_ckpt import _dcp
-
-logger = logging.getLogger(__name__)
 
 # How often a process looks whether somebody calls the roll, and how long one waits for the answers, in seconds.
 _LOOK = 1.0
@@ -43,8 +40,8 @@ class Peers:
         self._closed = threading.Event()
         threading.Thread(target=self._answer, name="SPMDStager-roll-call", daemon=True).start()
 
-    def gone(self) -> list[int]:
-        """The ranks that do not answer, in the default group's numbering."""
+    def who_is_gone(self) -> str:
+        """The ranks that do not answer, in words and in the default group's numbering; "" if all do."""
         self.failed = True
         deadline = time.monotonic() + _PATIENCE
         try:
@@ -52,12 +49,13 @@ class Peers:
             while True:
                 others = (n for n in range(len(self._ranks)) if n != self._rank)
                 silent = [n for n in others if not self._store.check([f"{self._name}/{n}"])]
-                if not silent or time.monotonic() > deadline:
-                    return [self._ranks[n] for n in silent]
+                if not silent:
+                    return ""
+                if time.monotonic() > deadline:
+                    return f"rank {', '.join(str(self._ranks[n]) for n in silent)} is gone"
                 self._closed.wait(_LOOK / 5)
         except RuntimeError as error:
-            logger.warning("who is gone cannot be told, because the store is gone too: %s", error)
-            return []
+            return f"rank 0 or the launcher is gone, with the store through which to ask who else ({error})"
 
     def close(self) -> None:
         """Leave. Does not wait for the others."""

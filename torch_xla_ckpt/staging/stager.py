@@ -312,10 +312,9 @@ class SPMDStager:
         elif isinstance(error, CheckpointError) or self._peers is None:
             worded = error
         else:  # what fails on one process is gathered by DCP; only what gathers it can fail like this
-            gone = self._peers.gone()
-            who = f"rank {', '.join(map(str, gone))} is gone" if gone else "every rank that could be asked is there"
+            gone = self._peers.who_is_gone()
             worded = CheckpointError(
-                f"the save to {where} broke off while the processes coordinated it: {who} "
+                f"the save to {where} broke off while the processes coordinated it: {gone or 'all of them are there'} "
                 f"({type(error).__name__}: {error}). {where} holds what it held before, or all of the new checkpoint. "
                 + ("Restart the run from there" if gone else f"If they may be far apart, raise timeout={self._timeout}")
             )

@@ -49,9 +49,9 @@ def manifest_name(save_id: str) -> str:
     return f"manifest-{save_id}.json"
 
 
-def is_part(name: str) -> bool:
-    """Whether a file is data, a manifest or a temporary file of a checkpoint, ours or stock DCP's."""
-    return bool(_OURS.fullmatch(name) or _STOCK.fullmatch(name))
+def is_part(name: str, *, stock: bool = True) -> bool:
+    """Whether a file is data, a manifest or a temporary file of a checkpoint: ours, or also stock DCP's."""
+    return bool(_OURS.fullmatch(name) or (stock and _STOCK.fullmatch(name)))
 
 
 def metadata_name(rank: int | None) -> str:
