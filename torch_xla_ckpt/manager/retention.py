@@ -69,11 +69,15 @@ class Retention:
         self._pending.append(self._executor.submit(self._retire, step, facts))
 
     def make_room(self) -> None:
-        """Before a save: wait until nothing is being deleted, and clean up after an earlier program."""
+        """Before a save: wait for deletions. The first time, do what an earlier program was to do and has not."""
         self.wait()
         if not self._cleaned:
             self._cleaned = True
-            self.remove_litter()
+            newest = max(self._steps.committed(), default=None)
+            if newest is None:
+                self.remove_litter()
+            else:
+                self._sweep(newest, lambda nbytes: None)
 
     def wait(self) -> None:
         """Wait until nothing is being deleted."""
@@ -117,6 +121,15 @@ class Retention:
         return verdicts
 
     def _retire(self, committed: int, facts: Callable[[], Mapping[str, Any]]) -> None:
+        self._sweep(committed, lambda nbytes: self._journal.write("saved", step=committed, nbytes=nbytes, **facts()))
+
+    def _sweep(self, committed: int, whole: Callable[[int], object]) -> None:
+        """Delete leftovers, and what no policy wants and is older than a committed step that can be read back.
+
+        Args:
+            committed: that step.
+            whole: called with its bytes once it has been read back.
+        """
         try:
             self.remove_litter()
             looks = self._steps.committed()
@@ -126,8 +139,7 @@ class Retention:
             if flaw is not None:
                 logger.error("nothing is deleted, because step %s cannot be read back: %s", committed, flaw)
                 return
-            nbytes = self._steps.nbytes(committed, looks[committed])
-            self._journal.write("saved", step=committed, nbytes=nbytes, **facts())
+            whole(self._steps.nbytes(committed, looks[committed]))
             for verdict, look in self._plan(looks):
                 # Only what is older than something that has just been seen whole.
                 if not verdict.kept and verdict.step < committed and verdict.step not in self._busy():
