@@ -51,9 +51,7 @@ class HostAccess:
         return {layout.shards[0].box: data}
 
     def host_bytes(self, tensor: torch.Tensor, layout: TensorLayout, part: int = 0) -> int:
-        if tensor.device.type == "cpu":
-            return 0
-        return sum(box.volume for box in layout.boxes) * layout.dtype.itemsize
+        return 0 if tensor.device.type == "cpu" else layout.nbytes
 
     def memory(self, tensor: torch.Tensor) -> torch.Tensor | None:
         local = _local(tensor).detach()

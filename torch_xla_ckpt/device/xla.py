@@ -85,7 +85,7 @@ class XlaAccess:
         return {box: torch.complex(real[box], imag[box]) for box in real}
 
     def host_bytes(self, tensor: torch.Tensor, layout: TensorLayout, part: int = 0) -> int:
-        return sum(box.volume for box in layout.boxes) * layout.dtype.itemsize
+        return layout.nbytes
 
     def memory(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return None
@@ -153,11 +153,11 @@ def preemption_notice() -> Callable[[int], bool] | None:
 @contextmanager
 def same_seed() -> Iterator[None]:
     """Put the devices' seed back: training must draw the numbers it would have drawn without a checkpoint."""
-    seed = xm.get_rng_state()
+    before = seed()
     try:
         yield
     finally:
-        xm.set_rng_state(seed)
+        set_seed(before)
 
 
 @dataclass(frozen=True)

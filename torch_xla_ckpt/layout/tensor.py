@@ -69,6 +69,11 @@ class TensorLayout:
         """The distinct boxes held here that have elements."""
         return tuple(dict.fromkeys(shard.box for shard in self.shards if shard.box.volume))
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the distinct boxes, without padding."""
+        return sum(box.volume for box in self.boxes) * self.dtype.itemsize
+
     @cached_property
     def parts(self) -> dict[Box, int]:
         """The part that each distinct box belongs to."""

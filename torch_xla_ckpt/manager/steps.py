@@ -58,8 +58,7 @@ class Steps:
         self.path = os.fspath(path)
         self.storage_options = storage_options
         self._filesystem, self._root = url_to_fs(self.path, **(storage_options or {}))
-        self._known: dict[tuple[int, Look], Saved] = {}
-        self._files: dict[tuple[int, Look], Mapping[str, int]] = {}
+        self._known: dict[tuple[int, Look], tuple[Saved, Mapping[str, int]]] = {}
         self._reported: set[int] = set()
         self.damaged: dict[int, str] = {}
 
@@ -84,7 +83,10 @@ class Steps:
             return {}
         names = (os.path.basename(entry["name"].rstrip("/")) for entry in entries if entry["type"] == "directory")
         numbers = sorted(int(name) for name in names if _NUMBER.fullmatch(name))
-        return {number: self._look(number) for number in numbers}
+        looks = {number: self._look(number) for number in numbers}
+        # What has been deleted or replaced is not remembered: a run has many thousands of steps.
+        self._known = {known: facts for known, facts in tuple(self._known.items()) if looks.get(known[0]) == known[1]}
+        return looks
 
     def committed(self) -> dict[int, Look]:
         """The steps whose commit is there, ascending. What is foreign is reported once."""
@@ -105,17 +107,7 @@ class Steps:
         Raises:
             CheckpointError, OSError: it cannot be read.
         """
-        if (step, look) not in self._known:
-            found = commit.committed(self.folder(step)).manifest
-            if found is None:
-                facts, files = Saved(step), {}
-            else:
-                user = found.user_metadata
-                given = user.get(KEY, {}) if isinstance(user, dict) else {}
-                time = datetime.fromisoformat(found.time)
-                facts, files = Saved(step, time, given.get("metrics") or {}, given.get("metadata")), dict(found.files)
-            self._known[step, look], self._files[step, look] = facts, files
-        return self._known[step, look]
+        return self._read(step, look)[0]
 
     def flaw(self, step: int, look: Look, *, thorough: bool = False) -> str | None:
         """Why a committed step cannot be restored, as far as that shows without reading its data.
@@ -127,8 +119,7 @@ class Steps:
         if step in self.damaged:
             return self.damaged[step]
         try:
-            self.saved(step, look)
-            files = self._files[step, look]
+            files = self._read(step, look)[1]
             missing = [name for name in files if name not in look.names]
             if thorough and not missing:
                 missing = self.folder(step).missing(files)
@@ -137,8 +128,8 @@ class Steps:
         return f"{', '.join(missing[:3])} is missing or too short" if missing else None
 
     def nbytes(self, step: int, look: Look) -> int:
-        """The bytes of a step's data files, once it has been looked into."""
-        return sum(self._files.get((step, look), {}).values())
+        """The bytes of a step's data files."""
+        return sum(self._read(step, look)[1].values())
 
     def remove(self, step: int, look: Look) -> None:
         """Delete a step. Its commit goes first, so that it is never there in part; unknown files stay."""
@@ -155,6 +146,21 @@ class Steps:
             return False
         self.remove(step, look)
         return True
+
+    def _read(self, step: int, look: Look) -> tuple[Saved, Mapping[str, int]]:
+        """What a manifest tells, and the data files it lists with their sizes; it is read once."""
+        facts = self._known.get((step, look))
+        if facts is None:
+            found = commit.committed(self.folder(step)).manifest
+            if found is None:
+                facts = Saved(step), {}
+            else:
+                user = found.user_metadata
+                given = user.get(KEY, {}) if isinstance(user, dict) else {}
+                time = datetime.fromisoformat(found.time)
+                facts = Saved(step, time, given.get("metrics") or {}, given.get("metadata")), dict(found.files)
+            self._known[step, look] = facts
+        return facts
 
     def _look(self, step: int) -> Look:
         names = frozenset(self.folder(step).names())

@@ -156,8 +156,7 @@ class Capture:
     def _on_devices(self, tensors: Mapping[str, torch.Tensor], check: Callable[[], None]) -> dict[str, Snapshot]:
         from torch_xla_ckpt.device import xla
 
-        accesses = {key: self._access_of(tensor) for key, tensor in tensors.items()}
-        access = next(iter(accesses.values()))
+        access = self._access_of(next(iter(tensors.values())))  # they are all of one kind
         assert isinstance(access, xla.XlaAccess)
         copies = xla.copy_on_devices(list(tensors.values()), access, self._part_bytes)
         return {key: Snapshot(t, copy, check) for (key, t), copy in zip(tensors.items(), copies)}
