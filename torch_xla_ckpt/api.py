@@ -24,6 +24,7 @@ from torch_xla_ckpt.planner.policy import Dtype, Missing, Rename, Unexpected
 from torch_xla_ckpt.report import LoadReport
 from torch_xla_ckpt.staging import AsyncSave, SPMDStager
 from torch_xla_ckpt.storage import ReadStats, ShardReader, ShardWriter, turns
+from torch_xla_ckpt.storage.location import Location
 from torch_xla_ckpt.timeline import Timeline
 
 _Path = str | os.PathLike[str]
@@ -67,7 +68,8 @@ def save(
         storage_writer = ShardWriter(given(path), sync=sync, step=step, user_metadata=user_metadata, progress=progress)
     elif path is not None:
         storage_writer.reset(path)
-    turns.wait_for(getattr(storage_writer, "checkpoint_id", ""))
+    if (location := _location(storage_writer)) is not None:
+        turns.wait_for(location)
     with agreed(process_group, no_dist):
         state = {key: _dcp.state_of(value) for key, value in state_dict.items()}
     with _unwrapped("saved", no_dist):
@@ -112,7 +114,7 @@ def async_save(
             writer.timeline = timeline
         return _dcp.save(copied, writer, SPMDSavePlanner(), group, group is None)
 
-    return stager.run(state, write, getattr(writer, "checkpoint_id", None))
+    return stager.run(state, write, _location(writer))
 
 
 @without_collector
@@ -221,6 +223,14 @@ def agreed(process_group: dist.ProcessGroup | None, no_dist: bool) -> Iterator[N
             raise CheckpointError(f"rank {failed[0]}: {found[failed[0]]}")
     if own is not None:
         raise own
+
+
+def _location(storage: dcp.StorageWriter) -> Location | None:
+    """Where a storage writer writes; None if it does not say."""
+    if isinstance(storage, ShardWriter):
+        return storage.location
+    path = getattr(storage, "checkpoint_id", None)
+    return Location.of(path) if path else None
 
 
 def given(path: _Path | None) -> _Path:

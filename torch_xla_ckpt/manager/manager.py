@@ -39,6 +39,7 @@ from torch_xla_ckpt.restoring import restore
 from torch_xla_ckpt.staging import SPMDStager
 from torch_xla_ckpt.storage import ShardReader, ShardWriter
 from torch_xla_ckpt.storage.files import Folder
+from torch_xla_ckpt.storage.location import Location
 
 logger = logging.getLogger(__name__)
 
@@ -103,21 +104,21 @@ class CheckpointManager:
             raise ValueError("save_interval and max_pending_async must be positive, max_to_keep must not be negative")
         if initial not in ("all", "model"):
             raise ValueError(f'initial must be "all" or "model", not {initial!r}')
-        self.base_path = os.path.join(os.fspath(path), "")
+        location = Location.of(path, storage_options)
+        self.base_path = os.path.join(location.url, "")
         self.save_interval = save_interval
         self.max_to_keep = max_to_keep
         self.chkpt_on_preemption = chkpt_on_preemption
         self._when = _joined(when, save_interval, chkpt_on_preemption)
         self._keep = _kept(keep, max_to_keep)
         self._rng = rng
-        self._initial = (initial_path, initial)
+        self._initial = (None if initial_path is None else Location.of(initial_path, storage_options), initial)
         self._writing: dict[str, Any] = {
             "threads": num_of_threads,
             "sync": sync,
             "memory_budget": memory_budget,
-            "storage_options": storage_options,
         }
-        self._steps = Steps(self.base_path.rstrip("/") or "/", storage_options)
+        self._steps = Steps(location)
         self._journal = Journal(lambda: self._steps.root)
         self._report: LoadReport | None = None
         self._closed = False
@@ -246,7 +247,7 @@ class CheckpointManager:
         """
         if step not in self._agreed(self.all_steps):
             raise CheckpointError(f"there is no step {step} in {self.base_path}. There are: {self.all_steps()}")
-        self._restore(self._steps.place(step), state_dict, state, model, optimizer, sharding, mesh, self._rng)
+        self._restore(self._steps.at(step), state_dict, state, model, optimizer, sharding, mesh, self._rng)
 
     def all_steps(self) -> list[int]:
         """The committed steps, ascending. Looks every time, so it is the same in all processes."""
@@ -292,7 +293,7 @@ class CheckpointManager:
             if step is None:
                 break
             try:
-                self._restore(self._steps.place(step), state_dict, state, model, optimizer, sharding, mesh, self._rng)
+                self._restore(self._steps.at(step), state_dict, state, model, optimizer, sharding, mesh, self._rng)
             except (CorruptCheckpointError, IncompleteCheckpointError) as error:
                 skipped[step] = str(error)
                 continue
@@ -415,7 +416,7 @@ class CheckpointManager:
 
     def _writer(self, step: int, call: _Call, metadata: Any) -> ShardWriter:
         user = {KEY: {"metrics": call.metrics, "metadata": metadata}}
-        writer = _Writer(self._get_path(step), step=step, user_metadata=user, **self._writing)
+        writer = _Writer(self._steps.at(step), step=step, user_metadata=user, **self._writing)
         writer.retention, writer.call = self._retention, call
         return writer
 
@@ -462,7 +463,7 @@ class CheckpointManager:
 
     def _restore(
         self,
-        path: str,
+        path: Location,
         state_dict: dict[str, Any] | None,
         more: dict[str, Any],
         model: torch.nn.Module | None,
@@ -472,7 +473,7 @@ class CheckpointManager:
         rng: bool,
     ) -> None:
         target = {**(state_dict or {}), **more, **({RNG_KEY: Generators(self._rank, empty=True)} if rng else {})}
-        reader = ShardReader(path, storage_options=self._steps.storage_options)
+        reader = ShardReader(path)
         together: dict[str, Any] = {"process_group": self._group, "no_dist": self._group is None}
         if model is None and optimizer is None:
             self._report = api.load(target, storage_reader=reader, **together)
@@ -503,9 +504,9 @@ class CheckpointManager:
         path, what = self._initial
         if path is None:
             return
-        others = Steps(os.fspath(path), self._steps.storage_options)
+        others = Steps(path)
         newest = self._agreed(lambda: max(others.committed(), default=None))
-        source = os.fspath(path) if newest is None else others.place(newest)
+        source = path if newest is None else others.at(newest)
         logger.info("the run has no step of its own, and begins with %s of %s", what, source)
         if what == "all":
             self._restore(source, state_dict, more, model, optimizer, sharding, mesh, rng=False)

@@ -96,7 +96,7 @@ class Retention:
                 try:
                     removed = self._steps.remove_litter(step, look)
                 except OSError as error:
-                    logger.warning("leftovers in %s could not be removed: %s", self._steps.place(step), error)
+                    logger.warning("leftovers in %s could not be removed: %s", self._steps.at(step), error)
                 else:
                     if removed:
                         self._journal.write("removed leftovers", step=step, reason="no commit was there")

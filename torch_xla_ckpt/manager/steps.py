@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal
-
-from fsspec.core import url_to_fs
+from typing import Literal
 
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.manager.keep import Saved
 from torch_xla_ckpt.storage import commit
 from torch_xla_ckpt.storage.files import Folder, open_folder
+from torch_xla_ckpt.storage.location import Location
 
 logger = logging.getLogger(__name__)
 
@@ -47,17 +46,14 @@ class Steps:
     """The steps below a path. Nothing is remembered but what cannot change: the content of manifests.
 
     Args:
-        path: local or fsspec URL.
-        storage_options: for fsspec's filesystem.
+        location: the run's folder.
 
     Attributes:
         damaged: steps that were found to be, with what is wrong; they do not count as committed ones.
     """
 
-    def __init__(self, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None):
-        self.path = os.fspath(path)
-        self.storage_options = storage_options
-        self._filesystem, self._root = url_to_fs(self.path, **(storage_options or {}))
+    def __init__(self, location: Location):
+        self.location = location
         self._known: dict[tuple[int, Look], tuple[Saved, Mapping[str, int]]] = {}
         self._reported: set[int] = set()
         self.damaged: dict[int, str] = {}
@@ -65,24 +61,18 @@ class Steps:
     @property
     def root(self) -> Folder:
         """The run's folder itself."""
-        return open_folder(self.path, sync=False, storage_options=self.storage_options)
+        return open_folder(self.location, sync=False)
 
     def folder(self, step: int) -> Folder:
-        return open_folder(self.place(step), sync=False, storage_options=self.storage_options)
+        return open_folder(self.at(step), sync=False)
 
-    def place(self, step: int) -> str:
-        """The path of a step."""
-        return os.path.join(self.path, str(step))
+    def at(self, step: int) -> Location:
+        """Where a step lies."""
+        return self.location.child(str(step))
 
     def all(self) -> dict[int, Look]:
         """Every folder that is named like a step, ascending, whatever it is."""
-        self._filesystem.invalidate_cache()
-        try:
-            entries = self._filesystem.ls(self._root, detail=True)
-        except FileNotFoundError:
-            return {}
-        names = (os.path.basename(entry["name"].rstrip("/")) for entry in entries if entry["type"] == "directory")
-        numbers = sorted(int(name) for name in names if _NUMBER.fullmatch(name))
+        numbers = sorted(int(name) for name in self.root.folders() if _NUMBER.fullmatch(name))
         looks = {number: self._look(number) for number in numbers}
         # What has been deleted or replaced is not remembered: a run has many thousands of steps.
         self._known = {known: facts for known, facts in tuple(self._known.items()) if looks.get(known[0]) == known[1]}
@@ -97,7 +87,7 @@ class Steps:
                 logger.warning(
                     "%s was not written by a checkpoint manager, and is left alone. torch_xla_ckpt.load reads it if it "
                     "is a checkpoint",
-                    self.place(number),
+                    self.at(number),
                 )
         return {number: look for number, look in looks.items() if look.kind == "committed"}
 
@@ -138,7 +128,7 @@ class Steps:
         folder.remove(sorted(name for name in look.names if _is_ours(name)))
         if not folder.remote:
             with suppress(OSError):  # there is something else in it
-                os.rmdir(folder.url)
+                os.rmdir(self.at(step).path)
 
     def remove_litter(self, step: int, look: Look) -> bool:
         """Delete what is left of a save or a deletion of ours, if there is nothing else in the folder."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 import weakref
@@ -25,6 +24,7 @@ from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.staging.capture import Capture, Choice, Mode
 from torch_xla_ckpt.staging.peers import Peers
 from torch_xla_ckpt.staging.upload import Save, Staged, Upload
+from torch_xla_ckpt.storage.location import Location, PathLike
 from torch_xla_ckpt.timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class SPMDStager:
         self,
         state: Callable[[], dict[str, Any]],
         write: Callable[[dict[str, Any], dist.ProcessGroup | None, Timeline], Metadata],
-        path: str | os.PathLike[str] | None,
+        path: PathLike | Location | None,
     ) -> AsyncSave:
         """Copy a state, and write it in the background.
 
@@ -285,7 +285,7 @@ class SPMDStager:
         self,
         save: Save,
         upload: Upload,
-        path: str | os.PathLike[str] | None,
+        path: PathLike | Location | None,
         write: Callable[[dist.ProcessGroup | None], Metadata | None],
     ) -> None:
         """Run a save in the stager's thread, when it is its turn."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -12,6 +11,7 @@ from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.device import Snapshot
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.storage import turns
+from torch_xla_ckpt.storage.location import Location, PathLike
 
 
 class Upload(Future):  # type: ignore[type-arg]
@@ -122,10 +122,10 @@ class Save:
     def ended(self) -> bool:
         return self._ended.is_set()
 
-    def attach(self, upload: Upload, path: str | os.PathLike[str] | None) -> None:
+    def attach(self, upload: Upload, path: PathLike | Location | None) -> None:
         """Say which future tells how the save ends, and where it writes."""
         self.upload = upload
-        self._turn.where = None if path is None else turns.place(path)
+        self._turn.where = None if path is None else Location.of(path).identity
         upload.save = self
         upload.add_done_callback(lambda _: self.end())
         self._attached.set()

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, Protocol
 
 import fsspec
 import numpy as np
-from fsspec.core import url_to_fs
 
 from torch_xla_ckpt.errors import UnsafeObjectError
 from torch_xla_ckpt.storage.frame import Bytes
+from torch_xla_ckpt.storage.location import Location
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 _REQUEST_BYTES = 16 << 20
 # Requests that failed on the way are made again this often, beside what the fsspec backend does of itself.
 _ATTEMPTS = 3
-# fsspec's protocols without folders.
-_OBJECT_STORES = frozenset(("abfs", "abfss", "adl", "az", "gcs", "gs", "hf", "oci", "oss", "r2", "s3", "s3a"))
 
 
 @dataclass(frozen=True)
@@ -74,6 +72,9 @@ class Folder(Protocol):
     def names(self) -> list[str]:
         """All files; none when there is no folder."""
 
+    def folders(self) -> list[str]:
+        """Return the names of the folders in this one. A link counts as what it leads to."""
+
     def size(self, name: str) -> int: ...
 
     def missing(self, files: Mapping[str, int]) -> list[str]:
@@ -115,27 +116,14 @@ class Folder(Protocol):
         """Let go of what was kept for further views. Views stay valid."""
 
 
-def open_folder(
-    path: str | os.PathLike[str], *, sync: bool = True, storage_options: Mapping[str, Any] | None = None
-) -> Folder:
-    """The folder at a local path or fsspec URL.
+def open_folder(location: Location, *, sync: bool = True) -> Folder:
+    """Return the folder at a location.
 
     Args:
-        path: where.
+        location: where it lies.
         sync: whether what is written must survive a power failure (local files; object stores always do).
-        storage_options: for fsspec's filesystem.
     """
-    text = os.fspath(path)
-    if "://" not in text and "::" not in text:
-        return LocalFolder(text, sync)
-    filesystem, inner = url_to_fs(text, **(storage_options or {}))
-    is_local = "file" in _protocols(filesystem)
-    return LocalFolder(inner, sync) if is_local else RemoteFolder(text, filesystem, inner)
-
-
-def _protocols(filesystem: fsspec.AbstractFileSystem) -> tuple[str, ...]:
-    named = filesystem.protocol
-    return (named,) if isinstance(named, str) else tuple(named)
+    return LocalFolder(location.path, sync) if location.is_local else RemoteFolder(location)
 
 
 def check_inside(name: str) -> None:
@@ -175,6 +163,13 @@ class LocalFolder:
     def names(self) -> list[str]:
         try:
             return os.listdir(self._path)
+        except FileNotFoundError:
+            return []
+
+    def folders(self) -> list[str]:
+        try:
+            with os.scandir(self._path) as entries:
+                return [entry.name for entry in entries if entry.is_dir()]
         except FileNotFoundError:
             return []
 
@@ -302,14 +297,16 @@ class RemoteFolder:
 
     remote = True
 
-    def __init__(self, url: str, filesystem: fsspec.AbstractFileSystem, path: str):
-        self.url = url
-        self._fs = filesystem
-        self._path = path.rstrip("/")
+    def __init__(self, location: Location):
+        assert location.filesystem is not None
+        self.url = location.url
+        self._location = location
+        self._fs = location.filesystem
+        self._path = location.path
 
     def make(self) -> None:
         # An object store has no folders, and making one there would make a bucket of a misspelt name.
-        if not _OBJECT_STORES.intersection(_protocols(self._fs)):
+        if not self._location.is_object_store:
             self._fs.makedirs(self._path, exist_ok=True)
 
     def names(self) -> list[str]:
@@ -319,6 +316,14 @@ class RemoteFolder:
         except FileNotFoundError:
             return []
         return [name.rstrip("/").rpartition("/")[2] for name in listed]
+
+    def folders(self) -> list[str]:
+        self._forget_listing()
+        try:
+            listed = self._fs.ls(self._path, detail=True)
+        except FileNotFoundError:
+            return []
+        return [entry["name"].rstrip("/").rpartition("/")[2] for entry in listed if entry["type"] == "directory"]
 
     def size(self, name: str) -> int:
         check_inside(name)

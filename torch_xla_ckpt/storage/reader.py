@@ -29,6 +29,7 @@ from torch_xla_ckpt._gc import without_collector
 from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, Damage, UnsafeObjectError
 from torch_xla_ckpt.storage.commit import Committed, committed, metadata_name
 from torch_xla_ckpt.storage.files import Folder, Window, open_folder
+from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike
 from torch_xla_ckpt.storage.manifest import BLOCK, TINY, Manifest, Stored, checksum, foreign
 from torch_xla_ckpt.storage.progress import Progress
 from torch_xla_ckpt.storage.ranges import MAX_GAP, Range, blocks_of, merged, ranges_of
@@ -87,9 +88,11 @@ class ShardReader(StorageReader):
             local shards and the largest of its chunks if those are more. Memory maps do not count.
         threads: how many threads read and check. Default: one for each core up to 8; 8 for URLs.
         storage_options: for fsspec's filesystem.
+        request_timeout: seconds that a remote store may take for one request, plus one for every MiB in it.
         progress: show a progress bar on a terminal when it takes long. Needs tqdm.
 
     Attributes:
+        location: where the checkpoint lies.
         stats: a ``ReadStats``.
         manifest: the checkpoint's ``Manifest`` once its metadata has been read; None if it was written by others.
 
@@ -100,12 +103,13 @@ class ShardReader(StorageReader):
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: PathLike | Location,
         *,
         verify: bool = True,
         memory_budget: int = 1 << 30,
         threads: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        request_timeout: float = REQUEST_TIMEOUT,
         progress: bool = False,
     ):
         super().__init__()
@@ -115,13 +119,14 @@ class ShardReader(StorageReader):
         self._memory_budget = memory_budget
         self._threads = threads
         self._storage_options = storage_options
+        self._request_timeout = request_timeout
         self._progress = progress
         self.reset(path)
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: PathLike | Location | None = None) -> None:
         if checkpoint_id is not None:
-            self._path = checkpoint_id
-            self._folder = open_folder(checkpoint_id, storage_options=self._storage_options)
+            self.location = Location.of(checkpoint_id, self._storage_options, request_timeout=self._request_timeout)
+            self._folder = open_folder(self.location)
         self.stats = ReadStats()
         self.manifest: Manifest | None = None
 
@@ -187,8 +192,8 @@ class ShardReader(StorageReader):
         return done
 
     @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        return self._path
+    def checkpoint_id(self) -> str:
+        return self.location.url
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -7,8 +7,9 @@ knows the path they have in common, and nothing else of it.
 from __future__ import annotations
 
 import logging
-import os
 import threading
+
+from torch_xla_ckpt.storage.location import Location
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +21,7 @@ class Turn:
     """The place of a save in the background among all others."""
 
     def __init__(self) -> None:
-        self.where: str | None = None
+        self.where: str | None = None  # the identity of a location
         self._thread: int | None = None
         with _changed:
             _turns.append(self)
@@ -38,19 +39,11 @@ class Turn:
             _changed.notify_all()
 
 
-def wait_for(path: str | os.PathLike[str]) -> None:
-    """Wait until no save in the background writes to a path; from such a save, until none that began earlier does."""
+def wait_for(location: Location) -> None:
+    """Wait until no async save writes to a location; within an async save, until none that began earlier does."""
     here = threading.get_ident()
     own = next((turn for turn in tuple(_turns) if turn._thread == here), None)
-    _wait(place(path), own)
-
-
-def place(path: str | os.PathLike[str]) -> str:
-    """One text for all ways to write a path."""
-    text = os.fspath(path)
-    if "://" in text and not text.startswith("file://"):
-        return text.rstrip("/")
-    return os.path.realpath(text.removeprefix("file://"))
+    _wait(location.identity, own)
 
 
 def _wait(where: str, own: Turn | None) -> None:

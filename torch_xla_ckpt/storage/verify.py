@@ -19,6 +19,7 @@ from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, Damag
 from torch_xla_ckpt.layout import Box, covers_exactly, find_flaws
 from torch_xla_ckpt.storage.commit import Committed, committed, written_by
 from torch_xla_ckpt.storage.files import Folder, Window, open_folder
+from torch_xla_ckpt.storage.location import Location
 from torch_xla_ckpt.storage.manifest import Stored, checksum, foreign
 from torch_xla_ckpt.storage.progress import Progress
 from torch_xla_ckpt.storage.ranges import MAX_GAP
@@ -82,7 +83,7 @@ def verify(
         CheckpointError: there is no checkpoint.
         UnsafeObjectError: ``.metadata`` names something that could run code.
     """
-    folder = open_folder(path, storage_options=storage_options)
+    folder = open_folder(Location.of(path, storage_options))
     names = folder.names()
     # Ranks that save without collectives have a checkpoint each in the one folder.
     own = [int(match[1]) for name in names if (match := _RANKS_OWN.fullmatch(name))]

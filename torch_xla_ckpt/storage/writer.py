@@ -36,6 +36,7 @@ from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
 from torch_xla_ckpt.storage import commit, turns
 from torch_xla_ckpt.storage.files import Folder, Sink, open_folder
 from torch_xla_ckpt.storage.frame import Bytes, item_of
+from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike
 from torch_xla_ckpt.storage.manifest import BLOCK, TINY, Manifest, Stored, checksum, padded
 from torch_xla_ckpt.storage.progress import Progress
 from torch_xla_ckpt.timeline import Timeline
@@ -90,9 +91,11 @@ class ShardWriter(StorageWriter):
         step: the training step, for the manifest.
         user_metadata: anything that is JSON, for the manifest.
         storage_options: for fsspec's filesystem.
+        request_timeout: seconds that a remote store may take for one request, plus one for every MiB in it.
         progress: show a progress bar on a terminal when it takes long. Needs tqdm.
 
     Attributes:
+        location: where the checkpoint is written.
         timeline: records what the next save's threads do, if it is set.
 
     Raises (inside DCP's ``CheckpointException``; ``torch_xla_ckpt.save`` unwraps it):
@@ -102,7 +105,7 @@ class ShardWriter(StorageWriter):
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: PathLike | Location,
         *,
         sync: bool = True,
         memory_budget: int = 256 << 20,
@@ -110,6 +113,7 @@ class ShardWriter(StorageWriter):
         step: int | None = None,
         user_metadata: Any = None,
         storage_options: Mapping[str, Any] | None = None,
+        request_timeout: float = REQUEST_TIMEOUT,
         progress: bool = False,
     ):
         super().__init__()
@@ -122,6 +126,7 @@ class ShardWriter(StorageWriter):
         self._step = None if step is None else operator.index(step)
         self._user_metadata = user_metadata
         self._storage_options = storage_options
+        self._request_timeout = request_timeout
         self._progress = progress
         self.timeline: Timeline | None = None
         self._own_rank: int | None = None  # of a save without collectives
@@ -130,16 +135,16 @@ class ShardWriter(StorageWriter):
         self._before: set[str] = set()
         self.reset(path)
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: PathLike | Location | None = None) -> None:
         if checkpoint_id is not None:
-            self._path = checkpoint_id
-            self._folder = open_folder(checkpoint_id, sync=self._sync, storage_options=self._storage_options)
+            self.location = Location.of(checkpoint_id, self._storage_options, request_timeout=self._request_timeout)
+            self._folder = open_folder(self.location, sync=self._sync)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._own_rank = None if kwargs.get("use_collectives", True) else kwargs.get("rank")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        turns.wait_for(self._path)
+        turns.wait_for(self.location)
         self._folder.make()
         self._nonce = commit.new_save_id()
         return replace(plan, storage_data=self._nonce)
@@ -219,11 +224,11 @@ class ShardWriter(StorageWriter):
             )
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=os.fspath(self._path), save_id=self._save_id)
+        return StorageMeta(checkpoint_id=self.location.url, save_id=self._save_id)
 
     @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        return self._path
+    def checkpoint_id(self) -> str:
+        return self.location.url
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -1,0 +1,179 @@
+"""Location: where a checkpoint or a run lies, parsed once and absolute from then on.
+
+A path that is given as text means one thing everywhere: it is parsed here, when it is given, and everything after works
+with the ``Location``. A later ``os.chdir`` changes nothing, and no name in it is ever taken for a pattern or a chain.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import fsspec
+from fsspec.core import url_to_fs
+
+logger = logging.getLogger(__name__)
+
+PathLike = str | os.PathLike[str]
+REQUEST_TIMEOUT = 600.0
+"""Seconds that a store may take for one request, by default; see ``Location.request_timeout``."""
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
+_COLLAPSED = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*):/(?!/)")
+_LOCAL = frozenset(("file", "local"))
+# Protocols whose first path component is a bucket. They have no folders, and their puts are atomic.
+OBJECT_STORES = frozenset(("abfs", "abfss", "adl", "az", "gcs", "gs", "hf", "oci", "oss", "r2", "s3", "s3a"))
+
+
+@dataclass(frozen=True)
+class Location:
+    """A folder, on a local disk or wherever fsspec reaches.
+
+    Make one with ``Location.of``.
+
+    Args:
+        url: the text that leads back to the folder: an absolute path, or a URL.
+        path: the folder's path within its filesystem.
+        filesystem: fsspec's filesystem; None for the local one.
+        request_timeout: seconds that a remote store may take for one request, plus one for every MiB in it.
+    """
+
+    url: str
+    path: str
+    filesystem: fsspec.AbstractFileSystem | None = None
+    request_timeout: float = REQUEST_TIMEOUT
+
+    @classmethod
+    def of(
+        cls,
+        path: PathLike | Location,
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        request_timeout: float = REQUEST_TIMEOUT,
+    ) -> Location:
+        """Parse a path.
+
+        Text that begins with a protocol that fsspec knows (``s3://``, ``memory://``, ...) is a URL, and the rest of it
+        is taken literally. All other text is a local path, whatever is in it. A local path is made absolute against
+        the current folder, with ``~`` expanded.
+
+        Args:
+            path: a local path or an fsspec URL. A ``Location`` is returned as it is.
+            storage_options: for fsspec's filesystem.
+            request_timeout: see the class.
+
+        Raises:
+            ValueError: the path is empty, has a null character, or names no bucket.
+            ImportError: fsspec knows the protocol, and its backend is not installed.
+        """
+        if isinstance(path, Location):
+            return path
+        text = os.fspath(path)
+        if not isinstance(text, str):
+            raise TypeError(f"a path must be text, not {type(text).__name__}")
+        if not text:
+            raise ValueError("the path is empty. Give the folder of the checkpoint; '.' is the current folder")
+        if "\0" in text:
+            raise ValueError(f"the path {text!r} has a null character, which no file name can have")
+        options = dict(storage_options or {})
+        protocol = _protocol(text)
+        if protocol is None:
+            return _local(text)
+        if protocol in _LOCAL:
+            return _local(text.partition("://")[2])
+        return replace(_remote(text, protocol, options), request_timeout=request_timeout)
+
+    @property
+    def is_local(self) -> bool:
+        return self.filesystem is None
+
+    @property
+    def is_object_store(self) -> bool:
+        return self.filesystem is not None and not OBJECT_STORES.isdisjoint(_protocols(self.filesystem))
+
+    @property
+    def name(self) -> str:
+        """The last component of the path."""
+        return self.path.rstrip("/").rpartition("/")[2]
+
+    @property
+    def identity(self) -> str:
+        """One text for all locations that are the same folder. Local links are followed, as they lead now."""
+        if self.filesystem is None:
+            return os.path.realpath(self.path)
+        return f"{_protocols(self.filesystem)[0]}://{self.path}"
+
+    def child(self, name: str) -> Location:
+        """The folder ``name`` in this one."""
+        return replace(self, url=_joined(self.url, name), path=_joined(self.path, name))
+
+    def __str__(self) -> str:
+        return self.url
+
+
+def _joined(parent: str, name: str) -> str:
+    return parent + name if parent.endswith("/") else f"{parent}/{name}"
+
+
+def _protocols(filesystem: fsspec.AbstractFileSystem) -> tuple[str, ...]:
+    named = filesystem.protocol
+    return (named,) if isinstance(named, str) else tuple(named)
+
+
+def _protocol(text: str) -> str | None:
+    """The protocol that a URL begins with; None for a local path."""
+    known = fsspec.available_protocols()
+    if _is_chain(text):
+        return text.partition("::")[0].partition("://")[0]
+    match = _SCHEME.match(text)
+    if match is not None and match[1] in known:
+        return match[1]
+    odd = match or _COLLAPSED.match(text)
+    if odd is not None and (match is not None or odd[1] in known) and odd[1] not in _LOCAL:
+        why = f"fsspec knows no protocol {odd[1]!r}" if match is not None else "a URL has '//' after its protocol"
+        logger.warning("%r is taken for a folder on the local disk, because %s", text, why)
+    return None
+
+
+def _is_chain(text: str) -> bool:
+    """Whether text is a chain of URLs as fsspec has them, such as ``simplecache::s3://bucket/run``."""
+    known = fsspec.available_protocols()
+    first, *rest = text.split("::")
+    if not rest:
+        return False
+    head = _SCHEME.match(first)
+    return (first in known or (head is not None and head[1] in known)) and all(
+        part in known or ((match := _SCHEME.match(part)) is not None and match[1] in known) for part in rest
+    )
+
+
+def _local(text: str) -> Location:
+    path = os.path.expanduser(text)
+    if not path:
+        raise ValueError("the path is empty. Give the folder of the checkpoint")
+    if not os.path.isabs(path):
+        path = os.path.join(os.getcwd(), path)
+    # A link before ".." leads elsewhere than the text says.
+    path = os.path.realpath(path) if ".." in path.split(os.sep) else os.path.normpath(path)
+    return Location(path, path)
+
+
+def _remote(text: str, protocol: str, options: dict[str, Any]) -> Location:
+    if _is_chain(text):
+        filesystem, path = url_to_fs(text, **options)
+    else:
+        kind = fsspec.get_filesystem_class(protocol)
+        filesystem = kind(**{**kind._get_kwargs_from_urls(text), **options})
+        path = str(kind._strip_protocol(text))
+    root = getattr(filesystem, "root_marker", "")
+    if root and not path.startswith(root):
+        path = root + path
+    head, separator, rest = text.partition("://")
+    found = Location(head + separator + rest.rstrip("/"), path.rstrip("/"), filesystem)
+    if found.is_object_store and not found.path:
+        raise ValueError(f"{text!r} names no bucket. Write {protocol}://bucket/folder")
+    return found
