@@ -27,6 +27,7 @@ REFUSALS = {
 KINDS = {
     "data": r"__\d+_\d+(-[0-9a-f]{16})?\.distcp",
     "manifest": r"manifest-[0-9a-f]{16}\.json",
+    "lease": r"lease-[0-9a-f]{16}\.json",
     "temporary": r"(__\d+)?\.metadata-[0-9a-f]{16}\.tmp",
     "metadata": r"(__\d+)?\.metadata",
 }

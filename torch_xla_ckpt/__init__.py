@@ -3,6 +3,7 @@
 from torch_xla_ckpt.api import async_save, load, save
 from torch_xla_ckpt.errors import (
     CheckpointError,
+    ConcurrentSaveError,
     CorruptCheckpointError,
     Damage,
     IncompleteCheckpointError,
@@ -21,6 +22,7 @@ __all__ = [
     "AsyncSave",
     "CheckpointError",
     "CheckpointManager",
+    "ConcurrentSaveError",
     "CorruptCheckpointError",
     "Damage",
     "IncompleteCheckpointError",

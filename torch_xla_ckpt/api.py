@@ -72,7 +72,7 @@ def save(
         turns.wait_for(location)
     with agreed(process_group, no_dist):
         state = {key: _dcp.state_of(value) for key, value in state_dict.items()}
-    with _unwrapped("saved", no_dist):
+    with _unwrapped("saved", no_dist), _abandoning(storage_writer):
         return _dcp.save(state, storage_writer, SPMDSavePlanner(), process_group, no_dist or not _initialized())
 
 
@@ -112,7 +112,8 @@ def async_save(
     def write(copied: dict[str, Any], group: dist.ProcessGroup | None, timeline: Timeline) -> Metadata:
         if isinstance(writer, ShardWriter):
             writer.timeline = timeline
-        return _dcp.save(copied, writer, SPMDSavePlanner(), group, group is None)
+        with _abandoning(writer):
+            return _dcp.save(copied, writer, SPMDSavePlanner(), group, group is None)
 
     return stager.run(state, write, _location(writer))
 
@@ -200,6 +201,17 @@ def load(
         read_seconds=total - plan - planner.put_seconds,
         put_seconds=planner.put_seconds,
     )
+
+
+@contextmanager
+def _abandoning(writer: dcp.StorageWriter) -> Iterator[None]:
+    """Tell a storage writer that its save has failed; DCP tells it nothing."""
+    try:
+        yield
+    except BaseException:
+        if isinstance(writer, ShardWriter):
+            writer.abandon()
+        raise
 
 
 @contextmanager

@@ -26,6 +26,10 @@ class IncompleteCheckpointError(CheckpointError):
         self.keys = tuple(keys)
 
 
+class ConcurrentSaveError(CheckpointError):
+    """Another program saved to the same path while a save ran. The other checkpoint is whole."""
+
+
 @dataclass(frozen=True)
 class Damage:
     """Bytes of a checkpoint that are not what was written.
