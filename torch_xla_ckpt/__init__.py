@@ -8,6 +8,7 @@ from torch_xla_ckpt.errors import (
     Damage,
     IncompleteCheckpointError,
     MismatchError,
+    ReplacedCheckpointError,
     UnsafeObjectError,
 )
 from torch_xla_ckpt.manager import CheckpointManager, keep, when
@@ -29,6 +30,7 @@ __all__ = [
     "LoadReport",
     "MismatchError",
     "Outcome",
+    "ReplacedCheckpointError",
     "SPMDLoadPlanner",
     "SPMDSavePlanner",
     "SPMDStager",

@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor
 
-from torch_xla_ckpt.errors import CheckpointError, MismatchError
+from torch_xla_ckpt.errors import CheckpointError, MismatchError, ReplacedCheckpointError
 from torch_xla_ckpt.layout import Box, BoxArray, Integers
 
 
@@ -352,7 +352,9 @@ def cause(error: CheckpointException, done: str, several: bool) -> BaseException
     for failure in causes.values():
         if not isinstance(failure, Exception):  # KeyboardInterrupt, SystemExit
             return failure
-    rank = next((rank for rank, c in causes.items() if isinstance(c, CheckpointError)), next(iter(causes)))
+    telling = (ReplacedCheckpointError, CheckpointError)  # a rank that sees no replacement takes it for damage
+    ranks = (rank for kind in telling for rank, c in causes.items() if isinstance(c, kind))
+    rank = next(ranks, next(iter(causes)))
     failure = causes[rank]
     # A MismatchError names ranks itself.
     where = f"rank {rank}: " if several and not isinstance(failure, MismatchError) else ""

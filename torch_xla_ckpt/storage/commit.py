@@ -24,7 +24,13 @@ from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torch_xla_ckpt.errors import CheckpointError, ConcurrentSaveError, CorruptCheckpointError, Damage
+from torch_xla_ckpt.errors import (
+    CheckpointError,
+    ConcurrentSaveError,
+    CorruptCheckpointError,
+    Damage,
+    ReplacedCheckpointError,
+)
 from torch_xla_ckpt.storage.files import Entry, FileChanged, Folder, Version
 from torch_xla_ckpt.storage.lease import Lease, ended, lease_name, living
 from torch_xla_ckpt.storage.manifest import Manifest, checksum
@@ -37,6 +43,7 @@ _OURS = re.compile(
 )
 _ID = re.compile(r"(?<=-)[0-9a-f]{16}(?=\.)")
 _UNLEASED = 3600.0  # seconds without a write after which a save of an older version counts as over
+_READS = 100  # of a checkpoint that is replaced again and again
 _STOCK = re.compile(r"__\d+_\d+\.distcp")
 _METADATA = re.compile(r"(?:__\d+)?\.metadata")
 _SEAL = re.compile(rb"\ntorch_xla_ckpt ([0-9a-f]{16}) ([0-9a-f]{16}) ([0-9a-f]{16})\n")
@@ -73,10 +80,12 @@ class Committed:
     Args:
         metadata: DCP's. From the manifest its ``storage_data`` maps to ``Stored``, else it is as it was pickled.
         manifest: None for checkpoints that others wrote.
+        version: a checksum of the bytes of ``.metadata``.
     """
 
     metadata: Metadata
     manifest: Manifest | None
+    version: bytes
 
 
 def publish(
@@ -131,7 +140,27 @@ def committed(folder: Folder, rank: int | None = None, *, verify: bool = True) -
         UnsafeObjectError: ``.metadata`` names something that could run code.
     """
     name = metadata_name(rank)
-    data = folder.read(name)
+    for _ in range(_READS):
+        data = folder.read(name)
+        found = _committed(folder, name, data, verify)
+        if found is not None:
+            return found
+    raise ReplacedCheckpointError(
+        f"the checkpoint in {folder.url} was replaced {_READS} times while its manifest was read. Save less often, or "
+        "read a checkpoint that is not being replaced"
+    )
+
+
+def version_of(folder: Folder, rank: int | None = None) -> bytes | None:
+    """Return the checksum of what ``.metadata`` holds now; None if it is not there."""
+    try:
+        return checksum(folder.read(metadata_name(rank)))
+    except FileNotFoundError:
+        return None
+
+
+def _committed(folder: Folder, name: str, data: bytes, verify: bool) -> Committed | None:
+    """What ``.metadata`` leads to; None if a newer save has replaced it meanwhile."""
     seal = _seal(data)
     if seal is None or not seal.fits:
         return _unsealed(folder, name, data, seal, verify)
@@ -140,27 +169,27 @@ def committed(folder: Folder, rank: int | None = None, *, verify: bool = True) -
     try:
         sealed = folder.read(where)
         if checksum(sealed) == seal.manifest:
-            return _with_manifest(Manifest.from_bytes(sealed), seal.pickled, name)
+            return _with_manifest(Manifest.from_bytes(sealed), seal.pickled, name, data)
         problem = f"it does not fit {name}"
     except FileNotFoundError:
         problem = "it is missing"
     except ValueError as error:
         problem = str(error)
-    if folder.read(name) != data:  # a newer save has just replaced what was begun to be read
-        return committed(folder, rank, verify=verify)
+    if folder.read(name) != data:
+        return None
     if verify:
         raise _corrupt(where, sealed, problem)
     logger.warning("%s in %s is damaged (%s); as verify=False, it is read without", where, folder.url, problem)
-    return Committed(read_metadata(seal.pickled, name), None)
+    return Committed(read_metadata(seal.pickled, name), None, checksum(data))
 
 
-def _with_manifest(manifest: Manifest, pickled: bytes, name: str) -> Committed:
+def _with_manifest(manifest: Manifest, pickled: bytes, name: str, data: bytes) -> Committed:
     if manifest.planner_data_is_pickled:
         try:
             manifest.metadata.planner_data = read_metadata(pickled, name).planner_data
         except CheckpointError as error:
             logger.warning("what the planner that saved it recorded is left out: %s", error)
-    return Committed(manifest.metadata, manifest)
+    return Committed(manifest.metadata, manifest, checksum(data))
 
 
 def _unsealed(folder: Folder, name: str, data: bytes, seal: _Seal | None, verify: bool) -> Committed:
@@ -181,11 +210,11 @@ def _unsealed(folder: Folder, name: str, data: bytes, seal: _Seal | None, verify
             if verify:
                 raise _corrupt(name, data, "the line that leads to its manifest is damaged")
             with suppress(ValueError):
-                return _with_manifest(Manifest.from_bytes(folder.read(manifest_name(save_id))), data, name)
+                return _with_manifest(Manifest.from_bytes(folder.read(manifest_name(save_id))), data, name, data)
     if failure is not None:
         raise failure
     assert metadata is not None
-    return Committed(metadata, None)
+    return Committed(metadata, None, checksum(data))
 
 
 def written_by(metadata: Metadata) -> str | None:
@@ -246,8 +275,8 @@ def begin(folder: Folder, save_id: str, rank: int | None = None) -> Start:
             )
         there = _of_checkpoints(listing, rank, stock=rank is None) | _others(listing, rank)
         now = listing[lease.name].modified if lease.name in listing else None
-        alive = living(folder, listing, now)
-        alive.pop(save_id, None)
+        others = {name: entry for name, entry in listing.items() if name != lease.name}
+        alive = living(folder, others, now)
         if alive:
             logger.warning(
                 "another save to %s seems to be under way, by %s. The one that commits first wins, and the other fails",
@@ -258,7 +287,7 @@ def begin(folder: Folder, save_id: str, rank: int | None = None) -> Start:
         removable = {name for name in there if not _belongs(name, spared)}
         # Remote stores may still carry out requests of a dead process, so there nothing goes before the commit.
         if not folder.remote and (version.data is None or _save_id_of(version)) and not _others(listing, rank):
-            over = ended(folder, listing) - {_save_id_of(version)}
+            over = ended(folder, others) - {_save_id_of(version)}
             leftovers = sorted(name for name in removable if _belongs(name, over))
             removable.difference_update(_removed(folder, leftovers))
     except BaseException:

@@ -92,14 +92,11 @@ class RemoteFolder:
         return sorted(name for name in files if name not in listed and not self._is_there(name))
 
     def read(self, name: str) -> bytes:
-        self._forget_listing()
-        return self._call(f"read {name}", 0, self._fs.cat_file, self._full(name))
+        return self._read(name)[0]
 
     def version(self, name: str) -> Version:
         try:
-            if hasattr(self._fs, "call_s3"):
-                return Version(*self._call(f"read {name}", 0, self._get_s3, name))
-            return Version(self.read(name))
+            return Version(*self._read(name))
         except FileNotFoundError:
             return Version(None)
 
@@ -254,6 +251,13 @@ class RemoteFolder:
         # An object named like the folder itself is not in it.
         inside = ((entry["name"].rstrip("/"), entry) for entry in found)
         return {path.rpartition("/")[2]: entry for path, entry in inside if path != self._path}
+
+    def _read(self, name: str) -> tuple[bytes, str | None]:
+        """A file's bytes, and what the store calls this version of it."""
+        self._forget_listing()
+        if hasattr(self._fs, "call_s3"):
+            return self._call(f"read {name}", 0, self._get_s3, name)
+        return self._call(f"read {name}", 0, self._fs.cat_file, self._full(name)), None
 
     def _is_there(self, name: str) -> bool:
         try:
