@@ -274,6 +274,7 @@ def begin(folder: Folder, save_id: str, rank: int | None = None) -> Start:
                 "Save without collectives into another folder"
             )
         there = _of_checkpoints(listing, rank, stock=rank is None) | _others(listing, rank)
+        there |= {name for name in listing if _belongs(name, {_save_id_of(version) or "/"})}
         now = listing[lease.name].modified if lease.name in listing else None
         others = {name: entry for name, entry in listing.items() if name != lease.name}
         alive = living(folder, others, now)
