@@ -254,9 +254,10 @@ class LocalFolder:
         return _LocalSink(self._path / name, self._sync)
 
     def put(self, name: str, data: bytes) -> None:
-        file = os.open(self._path / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0), 0o666)
+        file = os.open(self._path / name, os.O_WRONLY | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
         try:
             os.write(file, data)
+            os.ftruncate(file, len(data))  # afterwards, so that a file that is written again is never empty
         finally:
             os.close(file)
 

@@ -123,7 +123,12 @@ class Lease:
         self._pid = os.getpid()
         self._over = threading.Event()
         self._renewed = _clock()
-        folder.put(self.name, Holder.here().to_bytes())
+        try:
+            folder.put(self.name, Holder.here().to_bytes())
+        except BaseException:
+            with suppress(Exception):
+                folder.remove([self.name])
+            raise
         _held.add(save_id)
         renewing = (weakref.ref(self), self._over)
         threading.Thread(target=_renew, args=renewing, name="torch_xla_ckpt-lease", daemon=True).start()
@@ -212,7 +217,8 @@ def _known(folder: Folder, listing: Iterable[str]) -> dict[str, tuple[Holder | N
             holder = Holder.from_bytes(folder.read(name))
         except FileNotFoundError:
             continue  # the save has just ended
-        alive = None if holder is None else holder.is_alive()
+        # A lease is whole before its save writes anything else: one that is not was left by a process that died.
+        alive = False if holder is None else holder.is_alive()
         if alive and holder == Holder.here():
             alive = match[1] in _held
         found[match[1]] = holder, alive
