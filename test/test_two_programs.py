@@ -367,4 +367,4 @@ def test_nothing_of_a_lease_is_left_after_a_save(place):
     before = set(lease._held)
     xc.save({"t": torch.ones(3)}, storage_writer=xc.ShardWriter(path, storage_options=options))
     assert not [name for name in files_at(path, options) if "lease" in name]
-    assert lease._held == before
+    assert lease._held <= before
