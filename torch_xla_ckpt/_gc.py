@@ -8,12 +8,25 @@ import threading
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from torch_xla_ckpt import forks
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _lock = threading.Lock()
 _pauses = 0
 _was_enabled = False
+_own = threading.local()  # pauses: those of this thread
+
+
+@forks.in_child
+def _go_on() -> None:
+    """In a forked child, keep the pauses of the thread that forked: the others' threads end nothing there."""
+    global _lock, _pauses
+    _lock = threading.Lock()
+    paused, _pauses = _pauses, getattr(_own, "pauses", 0)
+    if paused and not _pauses and _was_enabled:
+        gc.enable()
 
 
 def without_collector(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -32,11 +45,13 @@ def without_collector(function: Callable[_P, _R]) -> Callable[_P, _R]:
                 _was_enabled = gc.isenabled()
                 gc.disable()
             _pauses += 1
+            _own.pauses = getattr(_own, "pauses", 0) + 1
         try:
             return function(*args, **kwargs)
         finally:
             with _lock:
                 _pauses -= 1
+                _own.pauses -= 1
                 if not _pauses and _was_enabled:
                     gc.enable()
 

@@ -21,6 +21,7 @@ import fsspec
 import numpy as np
 from fsspec.core import url_to_fs
 
+from torch_xla_ckpt import forks
 from torch_xla_ckpt.errors import UnsafeObjectError
 from torch_xla_ckpt.storage.frame import Bytes
 
@@ -160,6 +161,10 @@ class LocalFolder:
         self.url = path
         self._path = Path(path)
         self._sync = sync
+        self._renew()
+        forks.renew_in_child(self, LocalFolder._renew)
+
+    def _renew(self) -> None:
         self._maps: dict[str, mmap.mmap | None] = {}  # None for an empty file, which cannot be mapped
         self._lock = threading.Lock()
 
@@ -265,6 +270,7 @@ class _LocalSink:
     def __init__(self, path: Path, sync: bool):
         self._path = path
         self._sync = sync
+        self._owner = forks.Owner()
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
         self._open = True
 
@@ -288,6 +294,8 @@ class _LocalSink:
     def abandon(self) -> None:
         with suppress(OSError):
             self._close()
+        if not self._owner.is_here:  # a forked child unwinds its parent's save, which goes on
+            return
         with suppress(OSError):  # it is named after a save that is never committed; the next one removes it
             os.unlink(self._path)
 
@@ -442,7 +450,14 @@ class _RemoteSink:
     def __init__(self, filesystem: fsspec.AbstractFileSystem, path: str):
         self._fs = filesystem
         self._path = path
+        self._owner = forks.Owner()
         self._file = filesystem.open(path, "wb")
+        forks.renew_in_child(self, _RemoteSink._forsake)
+
+    def _forsake(self) -> None:
+        """In a forked child: never upload the parent's bytes. fsspec would when it deletes the file object."""
+        with suppress(Exception):
+            self._file.closed = True
 
     def write(self, data: Bytes) -> None:
         self._file.write(data)
@@ -451,6 +466,8 @@ class _RemoteSink:
         self._file.close()
 
     def abandon(self) -> None:
+        if not self._owner.is_here:  # a forked child unwinds its parent's save, which goes on
+            return
         # Closing would publish what is there. What went wrong before is the error to report, not what goes wrong here.
         with suppress(Exception):
             self._file.discard()

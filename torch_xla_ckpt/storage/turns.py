@@ -10,10 +10,20 @@ import logging
 import os
 import threading
 
+from torch_xla_ckpt import forks
+
 logger = logging.getLogger(__name__)
 
 _changed = threading.Condition()
 _turns: list[Turn] = []  # of the saves in the background that have not ended, in the order in which they began
+
+
+@forks.in_child
+def _forget() -> None:
+    """The parent's saves end in the parent; nobody in a forked child would ever see their end."""
+    global _changed
+    _changed = threading.Condition()
+    _turns.clear()
 
 
 class Turn:

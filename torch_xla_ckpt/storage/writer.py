@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from torch_xla_ckpt import _dcp
+from torch_xla_ckpt import _dcp, forks
 from torch_xla_ckpt._gc import without_collector
 from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
 from torch_xla_ckpt.storage import commit, turns
@@ -179,10 +179,13 @@ class ShardWriter(StorageWriter):
         finished = _dcp.finished(metadata, stored, self.storage_meta())
         files = _files(stored.values())
         places = _places(stored)
+        owner = forks.Owner()
         try:
             with (self.timeline or Timeline()).span("commit"):
                 self._commit(finished, places, files)
         except BaseException:
+            if not owner.is_here:  # a forked child: the save goes on in the parent
+                raise
             with suppress(Exception):  # what went wrong before is the error to report
                 commit.withdraw(self._folder, self._save_id, files, self._own_rank)
             raise
@@ -418,6 +421,7 @@ def _write(
             else:
                 jobs.put(batch)
 
+    owner = forks.Owner()
     # Events, because Python takes a thread for ended when an interrupt breaks off join().
     ends: list[threading.Event] = []
     try:
@@ -430,6 +434,8 @@ def _write(
     except _Failed:
         pass
     except BaseException as error:  # KeyboardInterrupt too: no thread may go on writing
+        if not owner.is_here:  # a child that the planner forked: threads and files are the parent's
+            raise
         fail(error)
     _end(ends, jobs)
     if failures:
