@@ -44,6 +44,9 @@ import conftest
 import torch
 import torch_xla_ckpt as xc
 
+# A job in the background of a script starts with SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
 path, mode, way, then = sys.argv[1:5]
 options = eval(sys.argv[5]) if len(sys.argv) > 5 else {}
 

@@ -245,7 +245,7 @@ class SPMDStager:
             self._wait_for_slot()
         self.raise_failed()
         self._join_peers()
-        save = Save(self._saves[-1] if self._saves else None, self._worded, self._use_own_group)
+        save = Save(self._saves[-1] if self._saves else None, self._worded, self._use_own_group, self._peers)
         self._saves.append(save)
         return save
 
@@ -263,8 +263,13 @@ class SPMDStager:
 
     def _join_peers(self) -> None:
         """Create the group, at a point of the program that all processes pass in the same order."""
+        if self._peers is not None and self._peers.destroyed and not dist.is_initialized():
+            raise CheckpointError(
+                "the process group that this stager saves with was destroyed. Initialise torch.distributed again, or "
+                "create another stager to save from this process alone"
+            )
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size(self._process_group) > 1
-        if several and (self._peers is None or self._peers.failed):
+        if several and (self._peers is None or self._peers.failed or self._peers.destroyed):
             if self._peers is not None:
                 self._peers.close()
             self._peers = Peers(self._process_group, self._timeout)
@@ -318,15 +323,15 @@ class SPMDStager:
         """An error of a save, as one of ours."""
         where = save.where or "its storage"
         if isinstance(error, CheckpointException):
-            worded = _dcp.cause(error, "saved", several=self._peers is not None)
-        elif isinstance(error, CheckpointError) or self._peers is None:
+            worded = _dcp.cause(error, "saved", several=save.peers is not None)
+        elif isinstance(error, CheckpointError) or save.peers is None:
             worded = error
         else:  # what fails on one process is gathered by DCP; only what gathers it can fail like this
-            gone = self._peers.who_is_gone()
+            blame = save.peers.blame(save.number)
             worded = CheckpointError(
-                f"the save to {where} broke off while the processes coordinated it: {gone or 'all of them are there'} "
+                f"the save to {where} broke off while the processes coordinated it: {blame.what} "
                 f"({type(error).__name__}: {error}). {where} holds what it held before, or all of the new checkpoint. "
-                + ("Restart the run from there" if gone else f"If they may be far apart, raise timeout={self._timeout}")
+                + blame.remedy
             )
         if worded is not error:
             worded.__cause__ = error

@@ -11,6 +11,7 @@ from typing import Any
 from torch_xla_ckpt import _dcp, forks
 from torch_xla_ckpt.device import Snapshot
 from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.staging.peers import Peers
 from torch_xla_ckpt.storage import turns
 
 
@@ -107,9 +108,11 @@ class Save:
         before: the stager's save that must have ended before this one is written.
         worded: says what an error means that the save fails with.
         begin: called once in the thread that writes, when the planner looks at the state.
+        peers: the processes that save together; None for one process alone.
 
     Attributes:
         owner: the process that it runs in.
+        number: counts the saves of ``peers``.
         reported: whether its failure is to be raised later if nobody asks.
     """
 
@@ -118,6 +121,7 @@ class Save:
         before: Save | None,
         worded: Callable[[Save, BaseException], BaseException],
         begin: Callable[[], None],
+        peers: Peers | None = None,
     ):
         self.owner = forks.Owner()
         self.caller = threading.current_thread()
@@ -125,6 +129,8 @@ class Save:
         self.snapshots: Sequence[Snapshot] = ()
         self.reported = True
         self.cancelled = False
+        self.peers = peers
+        self.number = 0 if peers is None else peers.begin()
         self._before = before
         self._worded = worded
         self._begin: Callable[[], None] | None = begin
@@ -150,6 +156,8 @@ class Save:
         """Say which future tells how the save ends, and where it writes."""
         self.upload = upload
         self._turn.where = None if path is None else turns.place(path)
+        if self.peers is not None:
+            self.peers.goes_to(self.number, self.where)
         upload.save = self
         forks.renew_in_child(upload, Upload.renew)
         upload.add_done_callback(lambda _: self.end())
