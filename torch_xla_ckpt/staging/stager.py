@@ -283,6 +283,8 @@ class SPMDStager:
         try:
             captured = self._capture.take(state(), save.check, self._timeline)
         except BaseException as error:
+            if not self._owner.is_here:  # a child that was forked while copying: the save goes on in the parent
+                raise
             failure = error  # for longer than this block
             save.reported = False
             if self._peers is None:
@@ -312,6 +314,8 @@ class SPMDStager:
                 save.wait_for_turn()
                 metadata = write(group)
             except BaseException as error:
+                if not self._owner.is_here:  # a child that was forked by this thread: the save is the parent's
+                    raise
                 upload.set_exception(error)
             else:
                 upload.set_result(metadata)
