@@ -16,16 +16,15 @@ _R = TypeVar("_R")
 _lock = threading.Lock()
 _pauses = 0
 _was_enabled = False
-_own = threading.local()  # pauses: those of this thread
 
 
 @forks.in_child
 def _go_on() -> None:
-    """In a forked child, keep the pauses of the thread that forked: the others' threads end nothing there."""
+    """In a forked child, no function of the parent ends, so no pause would."""
     global _lock, _pauses
     _lock = threading.Lock()
-    paused, _pauses = _pauses, getattr(_own, "pauses", 0)
-    if paused and not _pauses and _was_enabled:
+    paused, _pauses = _pauses, 0
+    if paused and _was_enabled:
         gc.enable()
 
 
@@ -40,19 +39,19 @@ def without_collector(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(function)
     def paused(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         global _pauses, _was_enabled
+        owner = forks.Owner()
         with _lock:
-            if not _pauses:
+            _pauses += 1  # first, so that a child forked right here turns the collector on
+            if _pauses == 1:
                 _was_enabled = gc.isenabled()
                 gc.disable()
-            _pauses += 1
-            _own.pauses = getattr(_own, "pauses", 0) + 1
         try:
             return function(*args, **kwargs)
         finally:
             with _lock:
-                _pauses -= 1
-                _own.pauses -= 1
-                if not _pauses and _was_enabled:
-                    gc.enable()
+                if owner.is_here:
+                    if _pauses == 1 and _was_enabled:
+                        gc.enable()
+                    _pauses -= 1
 
     return paused
