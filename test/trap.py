@@ -88,6 +88,8 @@ class Trap:
     VERBS = ("makedirs", "open", "write", "fsync", "close", "replace", "unlink")
 
     def __init__(self, notes, blow=None, together=1):
+        if blow is not None and blow.how == "interrupt":  # a script's background jobs start with SIGINT ignored
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         self._notes = os.open(notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._blow = blow
         self._together = threading.Barrier(together)

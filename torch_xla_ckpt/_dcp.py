@@ -318,6 +318,15 @@ def new_group(of: dist.ProcessGroup | None, timeout: timedelta) -> dist.ProcessG
     return new(ranks, timeout=timeout, backend="gloo", use_local_synchronization=not everyone)
 
 
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether a group can still be used: ``destroy_process_group`` has not been called for it."""
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError, RuntimeError):
+        return False
+    return True
+
+
 def fail_to_save(error: BaseException, group: dist.ProcessGroup | None) -> None:
     """Take part in a save that fails here with ``error``, so that the other processes learn of it.
 

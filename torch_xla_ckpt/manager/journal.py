@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from torch_xla_ckpt import forks
 from torch_xla_ckpt.manager.keep import now
 from torch_xla_ckpt.storage.files import Folder
 
@@ -87,6 +88,10 @@ class Journal:
 
     def __init__(self, root: Callable[[], Folder]):
         self._root = root
+        self._renew()
+        forks.renew_in_child(self, Journal._renew)
+
+    def _renew(self) -> None:
         self._lock = threading.Lock()
 
     def write(self, event: str, **facts: Any) -> None:

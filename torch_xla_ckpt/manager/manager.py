@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torch_xla_ckpt import _dcp, api
+from torch_xla_ckpt import _dcp, api, forks
 from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
 from torch_xla_ckpt.manager import keep as keeping
 from torch_xla_ckpt.manager import when as saving
@@ -119,11 +119,12 @@ class CheckpointManager:
             "memory_budget": memory_budget,
         }
         self._steps = Steps(location)
-        self._journal = Journal(lambda: self._steps.root)
+        steps = self._steps
+        self._journal = Journal(lambda: steps.root)
         self._report: LoadReport | None = None
         self._closed = False
-        self._under_way: dict[int, int] = {}  # saves of each step
-        self._lock = threading.Lock()
+        self._owner = forks.Owner()
+        self._counts = _Counts()
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1
         self._group = _dcp.new_group(process_group, timeout) if several else None
         self._rank = dist.get_rank(self._group) if self._group is not None else 0
@@ -135,7 +136,9 @@ class CheckpointManager:
             timeout=timeout,
             device_memory_limit=device_memory_limit,
         )
-        self._retention = Retention(self._steps, self._keep, self._journal, self._busy) if self._rank == 0 else None
+        self._retention = (
+            Retention(self._steps, self._keep, self._journal, self._counts.busy) if self._rank == 0 else None
+        )
         self._last = max(self._agreed(self.all_steps), default=None)
         self._terminated = Terminated()
         self._notice: Callable[[int], bool] | None = None
@@ -143,7 +146,7 @@ class CheckpointManager:
         self._farewell: int | None = None  # the step that was saved because of preemption
         if chkpt_on_preemption:
             self._listen()
-        self._agreement = Agreement(self._group, lambda: self._terminated.received)
+        self._agreement = Agreement(self._group, self._terminated.was_received)
 
     # What torch_xla's manager has.
 
@@ -335,7 +338,7 @@ class CheckpointManager:
 
     def plan_retention(self) -> tuple[Verdict, ...]:
         """What would be deleted now, and why, for every step; deletes nothing."""
-        retention = self._retention or Retention(self._steps, self._keep, self._journal, self._busy)
+        retention = self._retention or Retention(self._steps, self._keep, self._journal, self._counts.busy)
         return retention.plan()
 
     def history(self) -> History:
@@ -360,10 +363,12 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait, and let go of everything. Puts back the SIGTERM handler that was there before.
 
+        In a forked child this does nothing: the saves are the parent's.
+
         Raises:
             CheckpointError: as ``wait``.
         """
-        if self._closed:
+        if self._closed or not self._owner.is_here:
             return
         self._closed = True
         self._terminated.restore()
@@ -393,6 +398,7 @@ class CheckpointManager:
     # How.
 
     def _facts(self, step: int) -> tuple[bool, float]:
+        self._require_own()
         preempted, seconds = self._agreement.at(step)
         if self._notice is not None:
             self._noticed = self._noticed or self._notice(step)
@@ -428,11 +434,11 @@ class CheckpointManager:
         return {**state_dict, RNG_KEY: Generators(self._rank)}
 
     def _saving(self, step: int) -> _Saving:
-        return _Saving(self._under_way, self._lock, step)
+        return _Saving(self._counts, step)
 
-    def _busy(self) -> set[int]:
-        with self._lock:
-            return {step for step, count in self._under_way.items() if count}
+    def _require_own(self) -> None:
+        if not self._owner.is_here:
+            raise CheckpointError(self._owner.refusal("manager"))
 
     def _saved(self) -> list[Saved]:
         """What is known of the committed steps that can be restored, ascending."""
@@ -534,6 +540,7 @@ class CheckpointManager:
         """What rank 0 finds, in all processes; its error too."""
         if self._group is None:
             return find()
+        self._require_own()
         found: list[Any] = [None, None]
         if self._rank == 0:
             try:
@@ -624,19 +631,38 @@ class _Call:
         return {"metrics": self.metrics, "blocked_seconds": self._blocked, "seconds": seconds, "mode": self.mode}
 
 
-class _Saving:
-    """Counts the saves of a step that are under way."""
+class _Counts:
+    """How many saves of each step are under way."""
 
-    def __init__(self, counts: dict[int, int], lock: threading.Lock, step: int):
-        self._counts, self._lock, self._step = counts, lock, step
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+        self._renew()
+        forks.renew_in_child(self, _Counts._renew)
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
+
+    def busy(self) -> set[int]:
+        """The steps that are being saved."""
+        with self._lock:
+            return {step for step, count in self._counts.items() if count}
+
+    def add(self, step: int, count: int) -> None:
+        with self._lock:
+            self._counts[step] = self._counts.get(step, 0) + count
+
+
+class _Saving:
+    """Counts a save of a step as being under way."""
+
+    def __init__(self, counts: _Counts, step: int):
+        self._counts, self._step = counts, step
 
     def __enter__(self) -> None:
-        with self._lock:
-            self._counts[self._step] = self._counts.get(self._step, 0) + 1
+        self._counts.add(self._step, 1)
 
     def __exit__(self, *exception: object) -> None:
-        with self._lock:
-            self._counts[self._step] -= 1
+        self._counts.add(self._step, -1)
 
 
 def _blindness(folder: Folder, token: str) -> str | None:

@@ -6,13 +6,14 @@ own, which is left behind when the time is up. Threads of calls that ended are u
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, ParamSpec, TypeVar
+
+from torch_xla_ckpt import forks
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -70,12 +71,9 @@ def _make_idle(jobs: queue.SimpleQueue[_Job]) -> None:
         _idle.append(jobs)
 
 
+@forks.in_child
 def _forget_threads() -> None:
     """A forked child has none of its parent's threads."""
     global _lock
     _lock = threading.Lock()
     _idle.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_threads)

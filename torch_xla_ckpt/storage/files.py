@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from torch_xla_ckpt import forks
 from torch_xla_ckpt.errors import UnsafeObjectError
 from torch_xla_ckpt.storage.filelock import locked
 from torch_xla_ckpt.storage.frame import Bytes
@@ -194,6 +195,10 @@ class LocalFolder:
         self.url = path
         self._path = Path(path)
         self._sync = sync
+        self._renew()
+        forks.renew_in_child(self, LocalFolder._renew)
+
+    def _renew(self) -> None:
         self._maps: dict[str, mmap.mmap | None] = {}  # None for an empty file, which cannot be mapped
         self._lock = threading.Lock()
 
@@ -331,6 +336,7 @@ class _LocalSink:
     def __init__(self, path: Path, sync: bool):
         self._path = path
         self._sync = sync
+        self._owner = forks.Owner()
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
         self._open = True
 
@@ -354,6 +360,8 @@ class _LocalSink:
     def abandon(self) -> None:
         with suppress(OSError):
             self._close()
+        if not self._owner.is_here:  # a forked child unwinds its parent's save, which goes on
+            return
         with suppress(OSError):  # it is named after a save that is never committed; the next one removes it
             os.unlink(self._path)
 

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from torch_xla_ckpt import forks
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.storage.files import Entry, Folder
 
@@ -34,8 +35,7 @@ EXPIRY = 600.0
 _NAME = re.compile(r"lease-([0-9a-f]{16})\.json")
 _held: set[str] = set()  # save ids of this process's leases
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_held.clear)
+forks.in_child(_held.clear)
 
 
 def lease_name(save_id: str) -> str:
@@ -120,7 +120,7 @@ class Lease:
         self.name = lease_name(save_id)
         self._folder = folder
         self._save_id = save_id
-        self._pid = os.getpid()
+        self._owner = forks.Owner()
         self._over = threading.Event()
         self._renewed = _clock()
         try:
@@ -132,7 +132,12 @@ class Lease:
         _held.add(save_id)
         renewing = (weakref.ref(self), self._over)
         threading.Thread(target=_renew, args=renewing, name="torch_xla_ckpt-lease", daemon=True).start()
-        weakref.finalize(self, _end, save_id, self._over, self._pid)
+        weakref.finalize(self, _end, save_id, self._over, self._owner)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the save belongs to the running process; False in children forked from it."""
+        return self._owner.is_here
 
     def require(self) -> None:
         """Show that no other program can have taken this save for dead.
@@ -150,7 +155,7 @@ class Lease:
 
     def end(self) -> None:
         """Say in this process that the save is over, well or not. The lease's file stays."""
-        _end(self._save_id, self._over, self._pid)
+        _end(self._save_id, self._over, self._owner)
 
     def renew(self) -> None:
         """Write the lease anew. What goes wrong is logged, and shows in ``require`` if it lasts."""
@@ -172,8 +177,8 @@ def _renew(reference: weakref.ref[Lease], over: threading.Event) -> None:
         del lease
 
 
-def _end(save_id: str, over: threading.Event, pid: int) -> None:
-    if os.getpid() == pid:
+def _end(save_id: str, over: threading.Event, owner: forks.Owner) -> None:
+    if owner.is_here:
         over.set()
         _held.discard(save_id)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ import fsspec
 import numpy as np
 from fsspec.asyn import sync
 
+from torch_xla_ckpt import forks
 from torch_xla_ckpt.storage.deadline import RequestTimeout, call_within
 from torch_xla_ckpt.storage.files import Entry, FileChanged, Version, Window, check_inside
 from torch_xla_ckpt.storage.frame import Bytes
@@ -42,13 +42,10 @@ _CAN_CREATE = frozenset(("abfs", "abfss", "az", "gcs", "gs"))
 _memory_lock = threading.Lock()
 
 
+@forks.in_child
 def _renew_lock() -> None:
     global _memory_lock
     _memory_lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
 
 
 class RemoteFolder:
@@ -353,8 +350,14 @@ class _RemoteSink:
         self._folder = folder
         self._name = name
         self._path = folder._full(name)
-        self._owner = os.getpid()
+        self._owner = forks.Owner()
         self._file = folder._call(f"write {name}", 0, folder._fs.open, self._path, "wb")
+        forks.renew_in_child(self, _RemoteSink._forsake)
+
+    def _forsake(self) -> None:
+        """In a forked child: never upload the parent's bytes. fsspec would when it deletes the file object."""
+        with suppress(Exception):
+            self._file.closed = True
 
     def write(self, data: Bytes) -> None:
         self._folder._call(f"write {self._name}", len(data) + self._buffered(), self._file.write, data)
@@ -363,6 +366,8 @@ class _RemoteSink:
         self._folder._call(f"write {self._name}", self._buffered(), self._file.close)
 
     def abandon(self) -> None:
+        if not self._owner.is_here:  # a forked child unwinds its parent's save, which goes on
+            return
         # Closing would publish what is there. What went wrong before is the error to report, not what goes wrong here.
         with suppress(Exception):
             self._folder._call(f"give up {self._name}", 0, self._file.discard)

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from torch_xla_ckpt import _dcp
+from torch_xla_ckpt import _dcp, forks
 from torch_xla_ckpt._gc import without_collector
 from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
 from torch_xla_ckpt.storage import commit, turns
@@ -215,7 +215,7 @@ class ShardWriter(StorageWriter):
     def abandon(self) -> None:
         """Say that the save under way has failed: what it wrote is removed, now or by the next save."""
         start, self._start = self._start, None
-        if start is not None:
+        if start is not None and start.lease.is_here:  # in a forked child, the save goes on in the parent
             with suppress(Exception):  # what went wrong before is the error to report
                 commit.withdraw(self._folder, self._save_id, start, self._own_rank)
 
@@ -459,6 +459,7 @@ def _write(
             else:
                 jobs.put(batch)
 
+    owner = forks.Owner()
     # Events, because Python takes a thread for ended when an interrupt breaks off join().
     ends: list[threading.Event] = []
     try:
@@ -471,6 +472,8 @@ def _write(
     except _Failed:
         pass
     except BaseException as error:  # KeyboardInterrupt too: no thread may go on writing
+        if not owner.is_here:  # a child that the planner forked: threads and files are the parent's
+            raise
         fail(error)
     _end(ends, jobs)
     if failures:
