@@ -1,48 +1,23 @@
 """Items that are not tensors: to bytes, and safely back.
 
-The bytes are ``torch.save``'s, so stock DCP reads them. Loading runs nothing that the file names: torch's
-``weights_only`` unpickler with the types below added, all of which only hold data. What else may be loaded is the
-caller's word, not the file's.
+The bytes are ``torch.save``'s, so stock DCP reads them. Loading runs nothing that the file names: ``serialization``
+rebuilds types that only hold data. What else may be loaded is the caller's word, not the file's.
 """
 
 from __future__ import annotations
 
 import collections
-import datetime
-import decimal
 import io
-import pathlib
 import pickle
-import threading
 import types
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from torch_xla_ckpt import archive
 from torch_xla_ckpt.errors import CheckpointError, UnsafeObjectError
-
-# What ``torch.serialization.safe_globals`` takes: an object, or an object and the name it has in the pickle.
-AllowedType = Any
-
-_PATHS = (pathlib.PurePosixPath, pathlib.PosixPath, pathlib.PureWindowsPath, pathlib.WindowsPath)
-# What numpy's pickles call to rebuild an array, and a scalar.
-_NUMPY_HELPERS: tuple[Any, ...] = (np.empty(0).__reduce__()[0], np.float32().__reduce__()[0])
-_HARMLESS: tuple[AllowedType, ...] = (
-    *(bool, bytearray, bytes, complex, dict, float, frozenset, int, list, range, set, slice, str, tuple),
-    *(collections.Counter, collections.OrderedDict, collections.defaultdict, collections.deque),
-    *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
-    *(decimal.Decimal, uuid.UUID, uuid.SafeUUID),
-    # Python 3.13 moved the path classes to another module, numpy 2 its helpers: a checkpoint outlives both.
-    *((cls, f"{module}.{cls.__name__}") for cls in _PATHS for module in ("pathlib", "pathlib._local")),
-    *((f, f"numpy.{core}.multiarray.{f.__name__}") for f in _NUMPY_HELPERS for core in ("core", "_core")),
-    *(np.ndarray, np.dtype, *{type(np.dtype(code)) for code in np.typecodes["All"]}),
-)
-# safe_globals changes a set that belongs to torch's module: one thread at a time.
-_decoding = threading.Lock()
+from torch_xla_ckpt.serialization.machine import Refused
+from torch_xla_ckpt.serialization.restricted import AllowedType, load
 
 
 class Encoded:
@@ -111,12 +86,9 @@ def decode(key: str, data: io.BytesIO, allow_types: Sequence[AllowedType], trust
     try:
         if trust_pickle:
             return torch.load(data, map_location="cpu", weights_only=False)
-        with _decoding, torch.serialization.safe_globals([*_HARMLESS, *allow_types]):
-            try:
-                archive.check(data)
-                return torch.load(data, map_location="cpu", weights_only=True)
-            except pickle.UnpicklingError as error:
-                raise _refusal(key, data, error) from error
+        return load(data, allow_types)
+    except Refused as error:
+        raise _refusal(key, error) from error
     except CheckpointError:
         raise
     except Exception as error:
@@ -126,16 +98,12 @@ def decode(key: str, data: io.BytesIO, allow_types: Sequence[AllowedType], trust
         ) from error
 
 
-def _refusal(key: str, data: io.BytesIO, error: Exception) -> UnsafeObjectError:
-    data.seek(0)
-    try:
-        names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(data))
-    except Exception:  # the scan understands less than the unpickler; what it says is only for the message
-        names = []
-    what = ", ".join(names) if names else str(error).strip().splitlines()[-1]
+def _refusal(key: str, error: Refused) -> UnsafeObjectError:
+    names = error.names
+    what = f"it needs {', '.join(names)}, which" if names else f"{error}, which"
     allow = ", ".join(name.rpartition(".")[2] for name in names) or "..."
     return UnsafeObjectError(
-        f"refused to load {key!r}: it needs {what}, which could run code. If you know the type, pass "
+        f"refused to load {key!r}: {what} could run code. If you know the type, pass "
         f"SPMDLoadPlanner(allow_types=[{allow}]); if you trust whoever wrote the checkpoint, pass "
         "SPMDLoadPlanner(trust_pickle=True)",
         key=key,
