@@ -17,7 +17,8 @@ import torch
 
 from torch_xla_ckpt.errors import CheckpointError, UnsafeObjectError
 from torch_xla_ckpt.serialization.machine import Refused
-from torch_xla_ckpt.serialization.restricted import AllowedType, load
+from torch_xla_ckpt.serialization.restricted import AllowedType as AllowedType
+from torch_xla_ckpt.serialization.restricted import load
 
 
 class Encoded:

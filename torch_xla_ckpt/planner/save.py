@@ -28,7 +28,7 @@ from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
 from torch_xla_ckpt.layout import Box, Claim, assign, covers_exactly, find_flaws
 from torch_xla_ckpt.planner.objects import Encoded, encode
 from torch_xla_ckpt.planner.shards import LaidOut, ShardSource, compact, lay_out
-from torch_xla_ckpt.planner.tree import Leaf, Path, flatten
+from torch_xla_ckpt.planner.tree import MAX_DEPTH, Leaf, Path, flatten
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class SPMDSavePlanner(SavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        self._leaves = flatten(state_dict, with_empty=True)
+        self._leaves = flatten(state_dict, with_empty=True, deepest=MAX_DEPTH)
         tensors = {key: leaf.value for key, leaf in self._leaves.items() if leaf.is_tensor}
         for leaf in self._leaves.values():
             if isinstance(leaf.value, Encoded):

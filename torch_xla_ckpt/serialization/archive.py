@@ -129,7 +129,7 @@ def _directory(data: memoryview) -> tuple[int, int, int]:
     _require(disk == first == 0 and here == count, "it has several parts")
     stop = end
     before = end - _LOCATOR.size
-    if before >= 0 and data[before : before + 4] == b"PK\6\7":
+    if before >= 0 and bytes(data[before : before + 4]) == b"PK\6\7":
         _, disk, where, disks = _LOCATOR.unpack_from(data, before)
         stop = before - _END64.size
         _require(stop >= 0 and disk == 0 and disks == 1 and where == stop, "its 64-bit end lies elsewhere")

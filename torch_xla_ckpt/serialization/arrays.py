@@ -7,8 +7,10 @@ bytes that are as many as its shape and dtype need. An array of objects is fille
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch_xla_ckpt.serialization.machine import Maker, Pending, Refused
 _SPEC = re.compile(r"[?bBiufcgmMOSUV][0-9]{0,9}")
 _UNIT = re.compile(r"generic|Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as")
 _ALIGNED = 0x80
+_NATIVE = "<" if sys.byteorder == "little" else ">"
 _MAX_CHARACTER = 0x10FFFF
 # Elements of an array whose elements have no bytes, such as strings of length 0.
 _MAX_EMPTY = 1 << 16
@@ -54,7 +57,8 @@ def _dtype(spec: str, state: Any) -> Any:
         made, more = np.dtype(f"{spec[0]}8[{_unit(more[0][1])}]"), [more[0][0]]
     else:
         made = np.dtype(spec)
-    made = made.newbyteorder(order) if order in "<>" and names is None and part is None else made
+    if names is None and part is None and order in "<>" and order != _NATIVE:
+        made = made.newbyteorder(order)
     _require(size in (-1, made.itemsize) and made.char != "X")
     about = more[0] if more else None
     _require(about is None or type(about) is dict)
@@ -79,7 +83,7 @@ def _structured(names: Any, fields: Any, size: Any, aligned: bool) -> Any:
     made = np.dtype(layout)
     if made.hasobject:  # pointers may share their bytes with nothing
         spans = sorted((n, n + one.itemsize) for n, one in zip(offsets, formats))
-        _require(all(a[1] <= b[0] for a, b in zip(spans, spans[1:])))
+        _require(all(a[1] <= b[0] for a, b in itertools.pairwise(spans)))
     return made
 
 

@@ -13,7 +13,7 @@ import collections
 import pickle
 import pickletools
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 # Nodes of a tuple that is hashed. A small pickle can describe a tuple of 2**100 nodes, which would hash for ever.
@@ -40,7 +40,7 @@ class Refused(pickle.UnpicklingError):
 class Maker:
     """What a name stands for on the stack, if it stands for a function: it can be called by the machine alone."""
 
-    __slots__ = ("name", "make")
+    __slots__ = ("make", "name")
 
     def __init__(self, name: str, make: Callable[..., Any]):
         self.name = name
@@ -161,8 +161,7 @@ class Machine:
     # What the pickle may name.
 
     def _find(self, module: str, name: str) -> Any:
-        module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
-        module = _compat_pickle.IMPORT_MAPPING.get(module, module)
+        module, name = _renamed(module, name)
         full = f"{module}.{name}"
         if full in self._table.values:
             return self._table.values[full]
@@ -205,6 +204,9 @@ class Machine:
     def mark(self) -> None:
         self._below.append(self._stack)
         self._stack = []
+
+    def pop_mark(self) -> None:
+        self._since_mark()
 
     def pop(self) -> None:
         if self._stack:
@@ -386,7 +388,7 @@ _STOP = ord(".")
 _STEPS: Mapping[int, Callable[[Machine], None]] = {
     ord(code): step
     for code, step in {
-        **{"(": Machine.mark, "0": Machine.pop, "1": Machine._since_mark, "c": Machine.global_},
+        **{"(": Machine.mark, "0": Machine.pop, "1": Machine.pop_mark, "c": Machine.global_},
         **{"N": _pushes(lambda: None), "\x88": _pushes(lambda: True), "\x89": _pushes(lambda: False)},
         **{"]": _pushes(list), "}": _pushes(dict), ")": _pushes(tuple)},
         **{"J": Machine.int4, "M": Machine.int2, "K": Machine.int1, "\x8a": Machine.long1, "\x8b": Machine.long4},
@@ -402,17 +404,52 @@ _STEPS: Mapping[int, Callable[[Machine], None]] = {
 def named_in(data: bytes) -> set[str]:
     """Qualified names of classes and functions in a pickle of any protocol, as far as it can be read."""
     found: set[str] = set()
-    strings: list[str] = []
+    strings: list[bytes] = []
     try:
-        for op, argument, _ in pickletools.genops(data):
-            if op.name in ("GLOBAL", "INST"):
-                module, _, name = str(argument).partition(" ")
-                module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
-                found.add(f"{_compat_pickle.IMPORT_MAPPING.get(module, module)}.{name}")
-            elif op.name == "STACK_GLOBAL" and len(strings) >= 2:
-                found.add(".".join(strings[-2:]))
-            elif isinstance(argument, str):
+        for name, argument in _skimmed(data):
+            if name in ("GLOBAL", "INST"):
+                found.add(".".join(_renamed(*argument.decode().split("\n")[:2])))
+            elif name == "STACK_GLOBAL":
+                found.add(b".".join(strings[-2:]).decode())
+            elif "UNICODE" in name:
                 strings.append(argument)
-    except Exception:  # noqa: S110  # the names before the damage are what can be said
-        pass
+    except (ValueError, IndexError):
+        pass  # the names before the damage are what can be said
     return found
+
+
+def _renamed(module: str, name: str) -> tuple[str, str]:
+    """Python 3's name of what protocol 2 calls as Python 2 did."""
+    module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
+    return _compat_pickle.IMPORT_MAPPING.get(module, module), name
+
+
+def _skimmed(data: bytes) -> Iterator[tuple[str, bytes]]:
+    """Each opcode's name and the bytes of its argument, without decoding them."""
+    at = 0
+    while at < len(data):
+        op = pickletools.code2op.get(chr(data[at]))
+        if op is None:
+            return
+        at += 1
+        size = 0 if op.arg is None else op.arg.n
+        if size == pickletools.UP_TO_NEWLINE:
+            lines = 2 if op.name in ("GLOBAL", "INST") else 1
+            end = at
+            for _ in range(lines):
+                end = data.index(b"\n", end) + 1
+            size = end - at
+        elif size < 0:  # the argument begins with its length
+            width = _WIDTHS[size]
+            size = int.from_bytes(data[at : at + width], "little")
+            at += width
+        yield op.name, data[at : at + size]
+        at += size
+
+
+_WIDTHS = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}

@@ -132,7 +132,7 @@ def _viewed(storage: Any, dtype: torch.dtype, offset: Any, size: Any, stride: An
     _require(type(storage) is torch.storage.TypedStorage, "a tensor has no storage")
     sizes, strides, span = _geometry(size, stride, dtype.itemsize)
     there = storage.nbytes() // dtype.itemsize * _PACKED.get(dtype, 1)
-    fine = type(offset) is int and 0 <= offset and offset + span <= max(there, offset if not span else 0)
+    fine = type(offset) is int and offset >= 0 and offset + span <= max(there, offset if not span else 0)
     _require(fine and offset < 1 << 62, "a tensor lies outside of its storage")
     return storage.untyped(), offset, sizes, strides
 
@@ -231,7 +231,7 @@ def _nested(buffer: Any, sizes: Any, strides: Any, offsets: Any) -> torch.Tensor
     _require(fine, "a nested tensor lacks parts")
     for size, stride, offset in zip(sizes.tolist(), strides.tolist(), offsets.tolist()):
         *_, span = _geometry(tuple(size), tuple(stride), buffer.itemsize)
-        _require(0 <= offset and offset + span <= buffer.numel(), "a nested tensor lies outside of its buffer")
+        _require(offset >= 0 and offset + span <= buffer.numel(), "a nested tensor lies outside of its buffer")
     return torch._nested_view_from_buffer(buffer, sizes.contiguous(), strides.contiguous(), offsets.contiguous())
 
 
@@ -285,7 +285,7 @@ def _wrapper(
         storage_offset=offset,
         dtype=dtype,
         layout=layout,
-        device="cpu",
+        device=torch.device("cpu"),
         requires_grad=requires_grad,
     )
 
