@@ -11,14 +11,28 @@ import io
 import pickle
 import types
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from torch_xla_ckpt.errors import CheckpointError, UnsafeObjectError
+from torch_xla_ckpt.planner.tree import MAX_DEPTH
 from torch_xla_ckpt.serialization.machine import Refused
 from torch_xla_ckpt.serialization.restricted import AllowedType as AllowedType
-from torch_xla_ckpt.serialization.restricted import load
+from torch_xla_ckpt.serialization.restricted import load, not_harmless
+
+
+class Item(io.BytesIO):
+    """The bytes of an object.
+
+    Attributes:
+        needs: qualified names that a load admits only with ``allow_types=`` or ``trust_pickle=True``.
+    """
+
+    def __init__(self, data: bytes = b"", needs: frozenset[str] = frozenset()):
+        super().__init__(data)
+        self.needs = needs
 
 
 class Encoded:
@@ -31,27 +45,38 @@ class Encoded:
 
     def __init__(self, data: io.BytesIO, check: Callable[[], None]):
         self._data = data.getvalue()
+        self._needs = data.needs if isinstance(data, Item) else frozenset()
         self.check = check
 
-    def open(self) -> io.BytesIO:
+    def open(self) -> Item:
         """The bytes from their beginning."""
-        return io.BytesIO(self._data)
+        return Item(self._data, self._needs)
 
     def __reduce__(self) -> Any:
         raise CheckpointError("what SPMDStager has staged can only be saved with SPMDSavePlanner: pass it as planner=")
 
 
-def encode(key: str, value: Any, to_host: Callable[[torch.Tensor], torch.Tensor]) -> io.BytesIO:
+def encode(key: str, value: Any, to_host: Callable[[torch.Tensor], torch.Tensor]) -> Item:
     """The bytes of ``value``, as ``torch.save`` writes them.
 
     Tensors on XLA devices inside it are stored as host tensors, made by ``to_host``, so that the item loads where
     there is no such device.
 
     Raises:
-        CheckpointError: the value cannot be pickled.
+        CheckpointError: the value cannot be pickled, or contains too many levels of containers.
     """
 
+    item = Item()
+
     class Pickler(pickle.Pickler):
+        def __init__(self, file: Any, *args: Any, **kwargs: Any):
+            super().__init__(file, *args, **kwargs)
+            self.file = file
+
+        def dump(self, obj: Any) -> None:
+            super().dump(obj)
+            item.needs = not_harmless(self.file.getvalue())
+
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, torch.Tensor) and obj.device.type == "xla":
                 return to_host(obj).__reduce_ex__(2)
@@ -59,16 +84,33 @@ def encode(key: str, value: Any, to_host: Callable[[torch.Tensor], torch.Tensor]
                 return collections.deque, (list(obj), obj.maxlen)
             return NotImplemented
 
-    data = io.BytesIO()
+    def save() -> None:
+        item.seek(0)
+        item.truncate()
+        torch.save(value, item, pickle_module=types.SimpleNamespace(__name__="pickle", Pickler=Pickler))
+
     try:
-        torch.save(value, data, pickle_module=types.SimpleNamespace(__name__="pickle", Pickler=Pickler))
+        try:
+            save()
+        except RecursionError:  # of the levels that Python allows, the caller has used up some
+            _in_a_thread(save)
+    except RecursionError as error:
+        raise CheckpointError(
+            f"cannot save {key!r}: the containers in this {type(value).__name__} are nested too deep to be pickled; "
+            f"{MAX_DEPTH} levels are always possible. Flatten it, or leave the item out"
+        ) from error
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"cannot save {key!r}: a {type(value).__name__} could not be pickled ({error}). "
             "Put plain data in the state dict, or leave the item out"
         ) from error
-    data.seek(0)
-    return data
+    item.seek(0)
+    return item
+
+
+def _in_a_thread(work: Callable[[], None]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result()
 
 
 def decode(key: str, data: io.BytesIO, allow_types: Sequence[AllowedType], trust_pickle: bool) -> Any:

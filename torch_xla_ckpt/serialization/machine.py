@@ -12,6 +12,7 @@ import _compat_pickle
 import collections
 import pickle
 import pickletools
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -401,6 +402,18 @@ _STEPS: Mapping[int, Callable[[Machine], None]] = {
 }
 
 
+def named_quickly(data: bytes) -> set[str]:
+    """At least the names that ``named_in`` finds in a pickle of protocol 2, for a fraction of the time."""
+    return {".".join(_renamed(*map(_decoded, pair))) for pair in _GLOBAL.findall(data)}
+
+
+def _decoded(name: bytes) -> str:
+    return name.decode(errors="replace")
+
+
+_GLOBAL = re.compile(rb"c([^\n]*)\n([^\n]*)\n")
+
+
 def named_in(data: bytes) -> set[str]:
     """Qualified names of classes and functions in a pickle of any protocol, as far as it can be read."""
     found: set[str] = set()
@@ -428,7 +441,7 @@ def _skimmed(data: bytes) -> Iterator[tuple[str, bytes]]:
     """Each opcode's name and the bytes of its argument, without decoding them."""
     at = 0
     while at < len(data):
-        op = pickletools.code2op.get(chr(data[at]))
+        op = _OPCODES.get(data[at])
         if op is None:
             return
         at += 1
@@ -447,6 +460,7 @@ def _skimmed(data: bytes) -> Iterator[tuple[str, bytes]]:
         at += size
 
 
+_OPCODES = {ord(op.code): op for op in pickletools.opcodes}
 _WIDTHS = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1,
     pickletools.TAKEN_FROM_ARGUMENT4: 4,

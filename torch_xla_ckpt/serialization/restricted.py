@@ -10,7 +10,7 @@ import torch
 
 from torch_xla_ckpt.serialization import arrays, plain, tensors
 from torch_xla_ckpt.serialization.archive import Archive
-from torch_xla_ckpt.serialization.machine import Machine, Table
+from torch_xla_ckpt.serialization.machine import Machine, Table, named_in, named_quickly
 
 AllowedType = Any
 """What ``torch.serialization.safe_globals`` takes: an object, or an object and the name it has in the pickle."""
@@ -45,9 +45,12 @@ def load(data: io.BytesIO | memoryview, allow_types: Sequence[AllowedType] = ())
     return Machine(pickled, _TABLE, lambda: _named(allow_types), tensors.Storages(archive)).run()
 
 
-def is_harmless(name: str) -> bool:
-    """Whether ``load`` admits a qualified name without being told to."""
-    return name in _TABLE.values
+def not_harmless(pickled: bytes) -> frozenset[str]:
+    """Qualified names in a pickle of protocol 2 that ``load`` does not admit unless told to."""
+    if named_quickly(pickled) <= _TABLE.values.keys():
+        return frozenset()
+    names = named_in(pickled) - _TABLE.values.keys()
+    return frozenset(names - _named(()).keys() if names else names)
 
 
 def _named(allow_types: Sequence[AllowedType]) -> Mapping[str, Any]:
