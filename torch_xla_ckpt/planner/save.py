@@ -27,7 +27,7 @@ from torch_xla_ckpt._gc import without_collector
 from torch_xla_ckpt.device import TensorAccess, access_of
 from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
 from torch_xla_ckpt.layout import Box, Claim, assign, covers_exactly, find_flaws
-from torch_xla_ckpt.planner.objects import Encoded, Item, encode
+from torch_xla_ckpt.planner.objects import Encoded, encode
 from torch_xla_ckpt.planner.shards import LaidOut, ShardSource, compact, lay_out
 from torch_xla_ckpt.planner.tree import MAX_DEPTH, Leaf, Path, flatten
 
