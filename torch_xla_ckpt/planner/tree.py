@@ -20,8 +20,10 @@ Path = tuple[str | int, ...]
 """Elements of a key: positions in lists are integers, keys of mappings are strings."""
 
 
-MAX_DEPTH = 500
-"""Levels of mappings and lists in a state dict that can be saved. What lies in one object has a limit of its own."""
+MAX_DEPTH = 400
+"""Levels of containers in a state dict that can be saved, and in one object of it that can always be saved.
+
+Python's pickle recurses twice for each level of lists and dicts, and Python allows 1,000 calls by default."""
 
 
 class Closed(Mapping[str, Any]):

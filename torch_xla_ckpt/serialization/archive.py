@@ -187,9 +187,10 @@ def _data_start(data: memoryview, entry: _Entry) -> int:
         "a member's header differs from the directory",
     )
     wide = _wide(data[name_at + name_size : start])
-    # torch repeats the sizes, the offset, or both; Python's writer gives the sizes twice.
+    # torch repeats the sizes (the second may be 0), the offset, or both; Python repeats the sizes.
     values = set(struct.unpack(f"<{len(wide) // 8}Q", wide)) if len(wide) % 8 == 0 else {-1}
-    _require(values <= {entry.size, entry.offset}, "a 64-bit field does not fit its member")
+    told = {entry.size, entry.offset, *([0] if flags & _DESCRIPTOR else [])}
+    _require(values <= told, "a 64-bit field does not fit its member")
     given = {0, entry.size} if flags & _DESCRIPTOR else {entry.size}
     given |= {_MAX_32} if wide else set()
     known = {0, entry.crc} if flags & _DESCRIPTOR else {entry.crc}
