@@ -15,6 +15,7 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 from meshes import holds, mesh, put, random_bits, same_bits
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -566,3 +567,75 @@ def test_a_chunk_that_the_metadata_lost_is_found_as_incomplete(tmp_path):
         changed = {**metadata.state_dict_metadata, "t": tensor}
         (tmp_path / ".metadata").write_bytes(pickle.dumps(dataclasses.replace(metadata, state_dict_metadata=changed)))
         assert xc.verify(tmp_path).keys == ("t",)
+
+
+def resealed(path, edit):
+    """A manifest that somebody changed, with all checksums computed anew."""
+    data = (path / ".metadata").read_bytes()
+    pickled, save_id = data[:-67], data[-67:].split()[1].decode()
+    manifest = path / f"manifest-{save_id}.json"
+    body = manifest.read_bytes().rpartition(b"\n")[0]
+    top = json.loads(body[:-1] + b"}")
+    edit(top)
+    body = json.dumps(top).encode()[:-1] + b","
+    manifest.write_bytes(body + b'\n"xxh3_64": "%s"}' % xxhash.xxh3_64_hexdigest(body).encode())
+    line = pickled + f"\ntorch_xla_ckpt {save_id} {xxhash.xxh3_64_hexdigest(manifest.read_bytes())} ".encode()
+    (path / ".metadata").write_bytes(line + xxhash.xxh3_64_hexdigest(line).encode() + b"\n")
+
+
+OWNERS = {
+    "two tensors with the same bytes": lambda top: top["tensors"]["b"]["chunks"][0].__setitem__(
+        slice(2, 7), top["tensors"]["a"]["chunks"][0][2:7]
+    ),
+    "bytes of no item": lambda top: top["tensors"].pop("a"),
+    "a file with another size": lambda top: top["files"][0].__setitem__(1, top["files"][0][1] + 64),
+    "a file twice": lambda top: top["files"].append(top["files"][0]),
+}
+
+
+@pytest.mark.parametrize("how", OWNERS)
+def test_a_manifest_in_which_a_byte_has_not_one_owner_is_refused(how, tmp_path):
+    path = tmp_path / "checkpoint"
+    xc.save({"a": torch.arange(64.0), "b": torch.arange(64.0) + 100, "o": 7}, path, sync=False)
+    resealed(path, lambda top: None)
+    xc.load({"a": torch.zeros(64), "b": torch.zeros(64), "o": 0}, path)
+    resealed(path, OWNERS[how])
+    with pytest.raises(xc.CorruptCheckpointError):
+        xc.load({"b": torch.zeros(64)}, path)
+    assert not xc.verify(path).ok
+
+
+def test_tensors_that_have_lost_their_checksums_are_said_to_be_unchecked(tmp_path, caplog):
+    path = tmp_path / "checkpoint"
+    saved = torch.arange(64.0)
+    xc.save({"a": saved, "o": [1, 2]}, path, sync=False)
+    (path / ".metadata").write_bytes((path / ".metadata").read_bytes()[:-67])
+    next(path.glob("manifest-*")).unlink()
+    data = next(path.glob("*.distcp"))
+    raw = bytearray(data.read_bytes())
+    raw[raw.index(saved.numpy().tobytes()) + 40] ^= 0x40
+    data.write_bytes(raw)
+    report = xc.verify(path)
+    assert report.unchecked == ("a",) and report.bytes_unchecked == 256
+    assert "NOT CHECKED" in str(report) and "'a'" in str(report) and "all as written" not in str(report)
+    caplog.clear()
+    xc.load({"a": torch.zeros(64)}, path)
+    assert "manifest is gone" in caplog.text
+
+
+def test_verify_reports_a_folder_in_the_place_of_a_file_and_lengths_beyond_memory(tmp_path):
+    path = tmp_path / "checkpoint"
+    xc.save({"a": torch.arange(64.0)}, path, sync=False)
+    data = next(path.glob("*.distcp"))
+    data.unlink()
+    data.mkdir()
+    report = xc.verify(path)
+    assert not report.ok and report.keys == ("a",) and "folder" in str(report)
+    stock = tmp_path / "stock"
+    dcp.save({"a": torch.arange(64.0)}, checkpoint_id=stock)
+    metadata = dcp.FileSystemReader(stock).read_metadata()
+    for place in metadata.storage_data.values():
+        place.length = 1 << 62
+    (stock / ".metadata").write_bytes(pickle.dumps(metadata))
+    report = xc.verify(stock)
+    assert not report.ok and report.keys == ("a",) and "the file ends before" in str(report)

@@ -19,6 +19,8 @@ from torch_xla_ckpt.storage import commit, lease
 from torch_xla_ckpt.storage.files import open_folder
 from torch_xla_ckpt.storage.location import Location
 
+verify_module = sys.modules["torch_xla_ckpt.storage.verify"]
+
 HERE = Path(__file__).parent
 
 
@@ -285,6 +287,21 @@ def test_damage_of_the_current_checkpoint_is_told_as_before(tmp_path):
     data.unlink()
     with pytest.raises(xc.CorruptCheckpointError):
         xc.load({"t": torch.zeros(100)}, tmp_path)
+
+
+def test_verify_tells_of_damage_of_the_current_checkpoint_only(tmp_path, monkeypatch):
+    path = tmp_path / "c"
+    xc.save({"t": torch.full((100,), 1.0)}, path)
+    check = verify_module._check_file
+    replaced = iter([True])
+
+    def late(*args):
+        if next(replaced, False):
+            xc.save({"t": torch.full((100,), 2.0)}, path)
+        return check(*args)
+
+    monkeypatch.setattr(verify_module, "_check_file", late)
+    assert xc.verify(path).ok
 
 
 # Leases.

@@ -391,8 +391,11 @@ def _loaded(leaf: Leaf, loaded: Any, access_of: Callable[[torch.Tensor], TensorA
     """
     if type(loaded) is dict and not loaded and isinstance(leaf.value, Mapping) and not leaf.value:
         return leaf.value
-    old, old_tree = pytree.tree_flatten(leaf.value)
-    new, new_tree = pytree.tree_flatten(loaded)
+    try:
+        old, old_tree = pytree.tree_flatten(leaf.value)
+        new, new_tree = pytree.tree_flatten(loaded)
+    except RecursionError:  # deeper than torch can walk, or a list that contains itself
+        return loaded
     if old_tree != new_tree:
         return loaded
     for place, (target, value) in enumerate(zip(old, new)):

@@ -1,74 +1,38 @@
 """Items that are not tensors: to bytes, and safely back.
 
-The bytes are ``torch.save``'s, so stock DCP reads them. Loading runs nothing that the file names: torch's
-``weights_only`` unpickler with the types below added, all of which only hold data. What else may be loaded is the
-caller's word, not the file's.
+The bytes are ``torch.save``'s, so stock DCP reads them. Loading runs nothing that the file names: ``serialization``
+rebuilds types that only hold data. What else may be loaded is the caller's word, not the file's.
 """
 
 from __future__ import annotations
 
 import collections
-import datetime
-import decimal
 import io
-import pathlib
 import pickle
-import threading
 import types
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import torch
 
-from torch_xla_ckpt import archive, forks
 from torch_xla_ckpt.errors import CheckpointError, UnsafeObjectError
-
-# What ``torch.serialization.safe_globals`` takes: an object, or an object and the name it has in the pickle.
-AllowedType = Any
-
-_PATHS = (pathlib.PurePosixPath, pathlib.PosixPath, pathlib.PureWindowsPath, pathlib.WindowsPath)
-# What numpy's pickles call to rebuild an array, and a scalar.
-_NUMPY_HELPERS: tuple[Any, ...] = (np.empty(0).__reduce__()[0], np.float32().__reduce__()[0])
-_HARMLESS: tuple[AllowedType, ...] = (
-    *(bool, bytearray, bytes, complex, dict, float, frozenset, int, list, range, set, slice, str, tuple),
-    *(collections.Counter, collections.OrderedDict, collections.defaultdict, collections.deque),
-    *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
-    *(decimal.Decimal, uuid.UUID, uuid.SafeUUID),
-    # Python 3.13 moved the path classes to another module, numpy 2 its helpers: a checkpoint outlives both.
-    *((cls, f"{module}.{cls.__name__}") for cls in _PATHS for module in ("pathlib", "pathlib._local")),
-    *((f, f"numpy.{core}.multiarray.{f.__name__}") for f in _NUMPY_HELPERS for core in ("core", "_core")),
-    *(np.ndarray, np.dtype, *{type(np.dtype(code)) for code in np.typecodes["All"]}),
-)
-# safe_globals changes a set that belongs to torch's module: one thread at a time.
-_decoding = threading.Lock()
-_admitting: tuple[int, AbstractContextManager[Any]] | None = None  # the thread that does, and its change
+from torch_xla_ckpt.planner.tree import MAX_DEPTH
+from torch_xla_ckpt.serialization.machine import Refused
+from torch_xla_ckpt.serialization.restricted import AllowedType as AllowedType
+from torch_xla_ckpt.serialization.restricted import load, not_harmless
 
 
-@forks.in_child
-def _stop_decoding() -> None:
-    """In a forked child, undo the change of a thread that is not there."""
-    global _decoding, _admitting
-    _decoding = threading.Lock()
-    if _admitting is not None and _admitting[0] != threading.get_ident():
-        _admitting[1].__exit__(None, None, None)
-        _admitting = None
+class Item(io.BytesIO):
+    """The bytes of an object.
 
+    Attributes:
+        needs: qualified names that a load admits only with ``allow_types=`` or ``trust_pickle=True``.
+    """
 
-@contextmanager
-def _admitted(types: Sequence[AllowedType]) -> Iterator[None]:
-    """Let torch's ``weights_only`` unpickler load some more types."""
-    global _admitting
-    change = torch.serialization.safe_globals([*types])
-    with _decoding:
-        _admitting = threading.get_ident(), change
-        try:
-            with change:
-                yield
-        finally:
-            _admitting = None
+    def __init__(self, data: bytes = b"", needs: frozenset[str] = frozenset()):
+        super().__init__(data)
+        self.needs = needs
 
 
 class Encoded:
@@ -81,27 +45,38 @@ class Encoded:
 
     def __init__(self, data: io.BytesIO, check: Callable[[], None]):
         self._data = data.getvalue()
+        self._needs = data.needs if isinstance(data, Item) else frozenset()
         self.check = check
 
-    def open(self) -> io.BytesIO:
+    def open(self) -> Item:
         """The bytes from their beginning."""
-        return io.BytesIO(self._data)
+        return Item(self._data, self._needs)
 
     def __reduce__(self) -> Any:
         raise CheckpointError("what SPMDStager has staged can only be saved with SPMDSavePlanner: pass it as planner=")
 
 
-def encode(key: str, value: Any, to_host: Callable[[torch.Tensor], torch.Tensor]) -> io.BytesIO:
+def encode(key: str, value: Any, to_host: Callable[[torch.Tensor], torch.Tensor]) -> Item:
     """The bytes of ``value``, as ``torch.save`` writes them.
 
     Tensors on XLA devices inside it are stored as host tensors, made by ``to_host``, so that the item loads where
     there is no such device.
 
     Raises:
-        CheckpointError: the value cannot be pickled.
+        CheckpointError: the value cannot be pickled, or contains too many levels of containers.
     """
 
+    item = Item()
+
     class Pickler(pickle.Pickler):
+        def __init__(self, file: Any, *args: Any, **kwargs: Any):
+            super().__init__(file, *args, **kwargs)
+            self.file = file
+
+        def dump(self, obj: Any) -> None:
+            super().dump(obj)
+            item.needs = not_harmless(self.file.getvalue())
+
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, torch.Tensor) and obj.device.type == "xla":
                 return to_host(obj).__reduce_ex__(2)
@@ -109,16 +84,33 @@ def encode(key: str, value: Any, to_host: Callable[[torch.Tensor], torch.Tensor]
                 return collections.deque, (list(obj), obj.maxlen)
             return NotImplemented
 
-    data = io.BytesIO()
+    def save() -> None:
+        item.seek(0)
+        item.truncate()
+        torch.save(value, item, pickle_module=types.SimpleNamespace(__name__="pickle", Pickler=Pickler))
+
     try:
-        torch.save(value, data, pickle_module=types.SimpleNamespace(__name__="pickle", Pickler=Pickler))
+        try:
+            save()
+        except RecursionError:  # of the levels that Python allows, the caller has used up some
+            _in_a_thread(save)
+    except RecursionError as error:
+        raise CheckpointError(
+            f"cannot save {key!r}: the containers in this {type(value).__name__} are nested too deep to be pickled; "
+            f"{MAX_DEPTH} levels are always possible. Flatten it, or leave the item out"
+        ) from error
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"cannot save {key!r}: a {type(value).__name__} could not be pickled ({error}). "
             "Put plain data in the state dict, or leave the item out"
         ) from error
-    data.seek(0)
-    return data
+    item.seek(0)
+    return item
+
+
+def _in_a_thread(work: Callable[[], None]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result()
 
 
 def decode(key: str, data: io.BytesIO, allow_types: Sequence[AllowedType], trust_pickle: bool) -> Any:
@@ -137,12 +129,9 @@ def decode(key: str, data: io.BytesIO, allow_types: Sequence[AllowedType], trust
     try:
         if trust_pickle:
             return torch.load(data, map_location="cpu", weights_only=False)
-        with _admitted([*_HARMLESS, *allow_types]):
-            try:
-                archive.check(data)
-                return torch.load(data, map_location="cpu", weights_only=True)
-            except pickle.UnpicklingError as error:
-                raise _refusal(key, data, error) from error
+        return load(data, allow_types)
+    except Refused as error:
+        raise _refusal(key, error) from error
     except CheckpointError:
         raise
     except Exception as error:
@@ -152,16 +141,12 @@ def decode(key: str, data: io.BytesIO, allow_types: Sequence[AllowedType], trust
         ) from error
 
 
-def _refusal(key: str, data: io.BytesIO, error: Exception) -> UnsafeObjectError:
-    data.seek(0)
-    try:
-        names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(data))
-    except Exception:  # the scan understands less than the unpickler; what it says is only for the message
-        names = []
-    what = ", ".join(names) if names else str(error).strip().splitlines()[-1]
+def _refusal(key: str, error: Refused) -> UnsafeObjectError:
+    names = error.names
+    what = f"it needs {', '.join(names)}, which" if names else f"{error}, which"
     allow = ", ".join(name.rpartition(".")[2] for name in names) or "..."
     return UnsafeObjectError(
-        f"refused to load {key!r}: it needs {what}, which could run code. If you know the type, pass "
+        f"refused to load {key!r}: {what} could run code. If you know the type, pass "
         f"SPMDLoadPlanner(allow_types=[{allow}]); if you trust whoever wrote the checkpoint, pass "
         "SPMDLoadPlanner(trust_pickle=True)",
         key=key,

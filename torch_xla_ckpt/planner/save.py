@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import logging
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,9 +29,13 @@ from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
 from torch_xla_ckpt.layout import Box, Claim, assign, covers_exactly, find_flaws
 from torch_xla_ckpt.planner.objects import Encoded, encode
 from torch_xla_ckpt.planner.shards import LaidOut, ShardSource, compact, lay_out
-from torch_xla_ckpt.planner.tree import Leaf, Path, flatten
+from torch_xla_ckpt.planner.tree import MAX_DEPTH, Leaf, Path, flatten
 
 logger = logging.getLogger(__name__)
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Keys that one warning names.
+_NAMED = 20
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,9 @@ class SPMDSavePlanner(SavePlanner):
         self._leaves: dict[str, Leaf] = {}
         self._tensors: dict[str, LaidOut] = {}
         self._source = ShardSource({})
+        self._needs: dict[str, frozenset[str]] = {}
+        self._unresolved = 0
+        self._noting = threading.Lock()
 
     @without_collector
     def set_up_planner(
@@ -82,7 +90,7 @@ class SPMDSavePlanner(SavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        self._leaves = flatten(state_dict, with_empty=True)
+        self._leaves = flatten(state_dict, with_empty=True, deepest=MAX_DEPTH)
         tensors = {key: leaf.value for key, leaf in self._leaves.items() if leaf.is_tensor}
         for leaf in self._leaves.values():
             if isinstance(leaf.value, Encoded):
@@ -125,14 +133,28 @@ class SPMDSavePlanner(SavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         tensors = (item for item in new_plan.items if item.tensor_data is not None)
         self._source.announce((item.index.fqn, _box(item)) for item in tensors)
+        self._needs, self._unresolved = {}, len(new_plan.items)
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         key = write_item.index.fqn
-        if write_item.tensor_data is None:
-            value = self._leaves[key].value
-            return value.open() if isinstance(value, Encoded) else encode(key, value, self._to_host)
-        return self._source.take(key, _box(write_item))
+        if write_item.tensor_data is not None:
+            part = self._source.take(key, _box(write_item))
+            self._note(key, frozenset() if type(part) in _PLAIN else _tensor_needs(part))
+            return part
+        value = self._leaves[key].value
+        item = value.open() if isinstance(value, Encoded) else encode(key, value, self._to_host)
+        self._note(key, item.needs)
+        return item
+
+    def _note(self, key: str, needs: frozenset[str]) -> None:
+        """Keep what a load of ``key`` will need; after the last item, warn once."""
+        with self._noting:
+            if needs:
+                self._needs[key] = needs
+            self._unresolved -= 1
+            if not self._unresolved and self._needs:
+                _warn_of_needs(self._needs)
 
     def part(self, item: WriteItem) -> int:
         """Which part of its tensor asking for the item's data brings to the host."""
@@ -156,6 +178,25 @@ class SPMDSavePlanner(SavePlanner):
             return {}
         own = {key: held for key, held in self._tensors.items() if not held.layout.identical}
         return {key: _digest(held.gather()) for key, held in own.items()}
+
+
+def _tensor_needs(tensor: torch.Tensor) -> frozenset[str]:
+    """The name of a tensor's class, if loading it needs the caller's word."""
+    cls = type(tensor)
+    known = cls in torch.serialization.get_safe_globals()
+    return frozenset() if known else frozenset({f"{cls.__module__}.{cls.__qualname__}"})
+
+
+def _warn_of_needs(needs: Mapping[str, frozenset[str]]) -> None:
+    named = [f"{key!r} ({', '.join(sorted(names))})" for key, names in sorted(needs.items())]
+    rest = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+    logger.warning(
+        "a load will refuse these items unless it is told to admit their types: %s%s. Load them with "
+        "allow_types=[...] (tensors of a subclass: torch.serialization.add_safe_globals), or save plain data instead; "
+        "a nested Stateful is saved as an object unless the state dict holds its state_dict()",
+        ", ".join(named[:_NAMED]),
+        rest,
+    )
 
 
 @dataclass

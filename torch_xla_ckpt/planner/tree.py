@@ -8,6 +8,7 @@ came from, so that putting a value back works for keys that are not strings (opt
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,12 @@ from torch_xla_ckpt.errors import CheckpointError
 
 Path = tuple[str | int, ...]
 """Elements of a key: positions in lists are integers, keys of mappings are strings."""
+
+
+MAX_DEPTH = 400
+"""Levels of containers in a state dict that can be saved, and in one object of it that can always be saved.
+
+Python's pickle recurses twice for each level of lists and dicts, and Python allows 1,000 calls by default."""
 
 
 class Closed(Mapping[str, Any]):
@@ -57,7 +64,13 @@ class Leaf(NamedTuple):
         return isinstance(self.value, torch.Tensor)
 
 
-def flatten(state_dict: Mapping[Any, Any], whole: Container[str] = (), *, with_empty: bool = False) -> dict[str, Leaf]:
+def flatten(
+    state_dict: Mapping[Any, Any],
+    whole: Container[str] = (),
+    *,
+    with_empty: bool = False,
+    deepest: int | None = None,
+) -> dict[str, Leaf]:
     """The leaves of a state dict by key.
 
     Args:
@@ -65,12 +78,13 @@ def flatten(state_dict: Mapping[Any, Any], whole: Container[str] = (), *, with_e
         whole: keys of containers that stay one leaf if no tensor is in them. torch_xla's planners, and DCP up to 2.3,
             save a dict without tensors as one object.
         with_empty: make a leaf of an empty mapping too. DCP drops it; then nothing tells that it was there.
+        deepest: levels of containers that there may be; None for any number.
 
     Raises:
-        CheckpointError: two leaves have the same key.
+        CheckpointError: two leaves have the same key, a container contains itself, or there are more levels.
     """
     leaves: dict[str, Leaf] = {}
-    for leaf in _leaves((), state_dict, whole, with_empty):
+    for leaf in _leaves(state_dict, whole, with_empty, deepest):
         key = key_of(leaf.path)
         if key in leaves:
             raise CheckpointError(
@@ -85,8 +99,28 @@ def mapped(state_dict: Mapping[Any, Any], change: Callable[[Leaf], Any]) -> dict
     """A state dict of the same shape in containers of its own, whose leaves are changed.
 
     What a leaf is changed into must be one: no mapping, and a tensor only if it was one.
+
+    Raises:
+        CheckpointError: a container contains itself, or there are more than ``MAX_DEPTH`` levels.
     """
-    return _mapped((), state_dict, change)
+    root: dict[Any, Any] = {}
+    made: dict[int, Any] = {id(state_dict): root}  # of each container that was opened, by its id
+    held: list[Any] = []  # ids stay those of these containers
+    for step in _walk(state_dict, MAX_DEPTH):
+        _, value, container, slot = step.leaf
+        new: Any
+        if step.opens:
+            new = made[id(value)] = {} if isinstance(value, Mapping) else []
+            held.append(value)
+            step.open()
+        else:
+            new = change(step.leaf)
+        into = made[id(container)]
+        if isinstance(into, list):
+            into.append(new)
+        else:
+            into[slot] = new
+    return root
 
 
 def key_of(path: Path) -> str:
@@ -226,27 +260,72 @@ def _is_decimal(element: str | int) -> bool:
     return isinstance(element, str) and element.removeprefix("-").isdecimal() and str(int(element)) == element
 
 
-def _leaves(path: Path, container: Any, whole: Container[str], with_empty: bool) -> Iterator[Leaf]:
-    is_mapping = isinstance(container, Mapping)
-    for slot, value in container.items() if is_mapping else enumerate(container):
-        here = (*path, _element(slot) if is_mapping else slot)
-        if not isinstance(value, torch.Tensor) and _opens(value) and not (key_of(here) in whole and _is_plain(value)):
-            if value or not with_empty:
-                yield from _leaves(here, value, whole, with_empty)
-            else:
-                yield Leaf(here, {}, container, slot)
+def _leaves(
+    state_dict: Mapping[Any, Any], whole: Container[str], with_empty: bool, deepest: int | None
+) -> Iterator[Leaf]:
+    for step in _walk(state_dict, deepest):
+        path, value, container, slot = step.leaf
+        if not step.opens:
+            yield step.leaf
+        elif not value:
+            if with_empty:
+                yield Leaf(path, {}, container, slot)
+        elif key_of(path) in whole and _is_plain(value):
+            yield step.leaf
         else:
-            yield Leaf(here, value, container, slot)
+            step.open()
 
 
-def _mapped(path: Path, container: Any, change: Callable[[Leaf], Any]) -> Any:
-    is_mapping = isinstance(container, Mapping)
-    values = {}
-    for slot, value in container.items() if is_mapping else enumerate(container):
-        here = (*path, _element(slot) if is_mapping else slot)
+class _Step:
+    """A value that ``_walk`` has come to. If it is a container, ``open`` has the walk go into it next."""
+
+    def __init__(self, leaf: Leaf, opens: bool, open: Callable[[], None]):
+        self.leaf = leaf
+        self.opens = opens
+        self.open = open
+
+
+def _walk(state_dict: Mapping[Any, Any], deepest: int | None) -> Iterator[_Step]:
+    """Visit the values of a state dict, without recursion: Python allows little of it.
+
+    Raises:
+        CheckpointError: a container that is opened contains itself, or lies deeper than ``deepest``.
+    """
+    stack: list[tuple[Path, Any, Iterator[tuple[Any, Any]]]] = []
+    inside: set[int] = set()
+
+    def enter(path: Path, container: Any) -> None:
+        if id(container) in inside:
+            raise CheckpointError(
+                f"the state dict contains itself at {_shown(path)}. Keys are paths, and this one would never end: "
+                "take the reference out of the state dict"
+            )
+        if deepest is not None and len(stack) >= deepest:
+            raise CheckpointError(
+                f"the state dict is nested more than {deepest} levels deep at {_shown(path)}. Flatten it, or put the "
+                "inner part in by itself"
+            )
+        inside.add(id(container))
+        slots = container.items() if isinstance(container, Mapping) else enumerate(container)
+        stack.append((path, container, iter(slots)))
+
+    enter((), state_dict)
+    while stack:
+        path, container, slots = stack[-1]
+        try:
+            slot, value = next(slots)
+        except StopIteration:
+            stack.pop()
+            inside.remove(id(container))
+            continue
+        here = (*path, _element(slot) if isinstance(container, Mapping) else slot)
         opens = not isinstance(value, torch.Tensor) and _opens(value)
-        values[slot] = _mapped(here, value, change) if opens else change(Leaf(here, value, container, slot))
-    return values if is_mapping else list(values.values())
+        yield _Step(Leaf(here, value, container, slot), opens, partial(enter, here, value))
+
+
+def _shown(path: Path) -> str:
+    key = key_of(path)
+    return repr(key) if len(key) <= 200 else f"{key[:200]!r}..."
 
 
 def _element(slot: Any) -> str:
@@ -255,11 +334,22 @@ def _element(slot: Any) -> str:
 
 def _is_plain(container: Any) -> bool:
     """Whether there is no tensor in a mapping or list."""
-    values = container.values() if isinstance(container, Mapping) else container
-    return not any(isinstance(v, torch.Tensor) or (isinstance(v, (Mapping, list)) and not _is_plain(v)) for v in values)
+    return not any(isinstance(value, torch.Tensor) for value in _inside(container, Mapping | list))
 
 
 def _opens(value: Any) -> bool:
     if isinstance(value, Mapping):
         return True
-    return isinstance(value, list) and any(isinstance(entry, torch.Tensor) or _opens(entry) for entry in value)
+    return isinstance(value, list) and any(isinstance(one, (torch.Tensor, Mapping)) for one in _inside(value, list))
+
+
+def _inside(container: Any, kinds: Any) -> Iterator[Any]:
+    """All values in a container and in the containers of these kinds that it contains."""
+    waiting, seen = [container], {id(container)}
+    while waiting:
+        one = waiting.pop()
+        for value in one.values() if isinstance(one, Mapping) else one:
+            yield value
+            if isinstance(value, kinds) and not isinstance(value, torch.Tensor) and id(value) not in seen:
+                seen.add(id(value))
+                waiting.append(value)

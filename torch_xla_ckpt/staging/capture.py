@@ -176,5 +176,11 @@ class Capture:
 
 
 def _is_immutable(value: Any) -> bool:
-    kind = type(value)
-    return kind in _IMMUTABLE or (kind in (tuple, frozenset) and all(map(_is_immutable, value)))
+    waiting = [value]
+    while waiting:  # no recursion: a tuple may be nested deeper than Python recurses
+        one = waiting.pop()
+        if type(one) in (tuple, frozenset):
+            waiting += one
+        elif type(one) not in _IMMUTABLE:
+            return False
+    return True

@@ -214,6 +214,13 @@ def _unsealed(folder: Folder, name: str, data: bytes, seal: _Seal | None, verify
     if failure is not None:
         raise failure
     assert metadata is not None
+    if ids:
+        logger.warning(
+            "%s in %s was written by torch_xla_ckpt, but its manifest is gone: nothing that is read can be checked. "
+            "Restore from another checkpoint if there is one",
+            name,
+            folder.url,
+        )
     return Committed(metadata, None, checksum(data))
 
 

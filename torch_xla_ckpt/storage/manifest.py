@@ -9,7 +9,7 @@ import json
 import math
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -189,17 +189,41 @@ class Manifest:
 
     @classmethod
     def _from_json(cls, top: Mapping[str, Any]) -> Manifest:
+        metadata, files = _metadata(top), dict(top["files"])
+        if len(files) != len(top["files"]):
+            raise ValueError("a file is listed twice")
+        _check_owners(metadata.storage_data.values(), files)
         return cls(
             save_id=top["save_id"],
             time=top["time"],
             step=top["step"],
             user_metadata=top["user_metadata"],
             software=top["software"],
-            metadata=_metadata(top),
-            files=dict(top["files"]),
+            metadata=metadata,
+            files=files,
             planner_data_is_pickled=top["paths"] == _PICKLED,
             writer=str(top.get("writer", "")),
         )
+
+
+def _check_owners(items: Iterable[Stored], files: Mapping[str, int]) -> None:
+    """Check that every byte of every file belongs to exactly one item.
+
+    Raises:
+        ValueError: bytes of a file belong to two items, or to none.
+    """
+    spans: dict[str, list[tuple[int, int]]] = {name: [] for name in files}
+    for item in items:
+        spans[item.relative_path].append((item.offset, item.offset + item.extent))
+    for name, parts in spans.items():
+        end = 0
+        for start, stop in sorted(parts):
+            if start != end:
+                what = "belong to two items" if start < end else "belong to no item"
+                raise ValueError(f"bytes {min(start, end):,} to {max(start, end):,} of {name} {what}")
+            end = stop
+        if end != files[name]:
+            raise ValueError(f"the items of {name} end at byte {end:,}, and its size is {files[name]!r}")
 
 
 def _are_paths(planner_data: Any) -> bool:

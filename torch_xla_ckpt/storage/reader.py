@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import math
 import os
-import pickle
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
-from torch_xla_ckpt import _dcp, archive
+from torch_xla_ckpt import _dcp
 from torch_xla_ckpt._gc import without_collector
 from torch_xla_ckpt.errors import (
     CheckpointError,
@@ -33,6 +32,8 @@ from torch_xla_ckpt.errors import (
     ReplacedCheckpointError,
     UnsafeObjectError,
 )
+from torch_xla_ckpt.serialization import restricted
+from torch_xla_ckpt.serialization.machine import Refused
 from torch_xla_ckpt.storage.commit import Committed, committed, metadata_name, version_of
 from torch_xla_ckpt.storage.files import Folder, Window, open_folder
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike
@@ -642,31 +643,21 @@ def _unpickled(piece: _Piece, stream: io.BytesIO) -> torch.Tensor:
     assert piece.saved is not None
     stored = piece.stored
     try:
-        archive.check(stream)
-        tensor = torch.load(stream, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        names = _unsafe_names(stream)
-        what = ", ".join(names) or str(error).strip().splitlines()[0]
+        tensor = restricted.load(stream)
+    except Refused as error:
+        what = ", ".join(error.names) or str(error)
         raise UnsafeObjectError(
             f"refused to load {piece.key!r}: the tensor's item in {stored.relative_path} names something that could "
             f"run code ({what}). Only a tensor of a subclass needs that: if you know it, pass it to "
             "torch.serialization.add_safe_globals; else do not use this checkpoint",
             key=piece.key,
-            types=names,
+            types=error.names,
         ) from error
     except Exception as error:
         raise _foreign_damage(piece, f"no complete torch.save archive ({type(error).__name__})") from error
     if not isinstance(tensor, torch.Tensor) or (tensor.shape, tensor.device.type) != (piece.shape, "cpu"):
         raise _foreign_damage(piece, f"no tensor of shape {tuple(piece.shape)}")
     return tensor.detach()
-
-
-def _unsafe_names(stream: io.BytesIO) -> list[str]:
-    stream.seek(0)
-    try:
-        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(stream))
-    except Exception:  # it is only for the message
-        return []
 
 
 def _foreign_damage(piece: _Piece, what: str) -> CorruptCheckpointError:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
-import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +13,10 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torch_xla_ckpt import _dcp
-from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, Damage
+from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, Damage, ReplacedCheckpointError
 from torch_xla_ckpt.layout import Box, covers_exactly, find_flaws
-from torch_xla_ckpt.storage.commit import Committed, committed, written_by
+from torch_xla_ckpt.serialization.archive import Archive, ArchiveError
+from torch_xla_ckpt.storage.commit import Committed, committed, version_of
 from torch_xla_ckpt.storage.files import Folder, Window, open_folder
 from torch_xla_ckpt.storage.location import Location
 from torch_xla_ckpt.storage.manifest import Stored, checksum, foreign
@@ -26,6 +25,7 @@ from torch_xla_ckpt.storage.ranges import MAX_GAP
 from torch_xla_ckpt.storage.unpickle import METADATA
 
 _READ_BYTES = 32 << 20
+_RESTARTS = 10  # for a checkpoint that is replaced meanwhile
 _RANKS_OWN = re.compile(r"__(\d+)" + re.escape(METADATA))
 
 
@@ -39,7 +39,9 @@ class VerifyReport:
         incomplete: tensors whose chunks do not cover them exactly once, and where they do not.
         files: data files read.
         bytes_read: from them.
-        checked_by: "xxh3_64", or "crc32" for a checkpoint of stock DCP.
+        checked_by: "xxh3_64", or "crc32" for a checkpoint without a manifest.
+        unchecked: keys of items that have bytes without any checksum. Damage of these bytes cannot be found.
+        bytes_unchecked: bytes of these items.
     """
 
     path: str
@@ -48,9 +50,12 @@ class VerifyReport:
     files: int
     bytes_read: int
     checked_by: str
+    unchecked: tuple[str, ...] = ()
+    bytes_unchecked: int = 0
 
     @property
     def ok(self) -> bool:
+        """Whether no damage was found. What is ``unchecked`` may be damaged all the same."""
         return not self.damages and not self.incomplete
 
     @property
@@ -62,7 +67,16 @@ class VerifyReport:
     def __str__(self) -> str:
         found = [*map(str, self.damages), *(f"{key!r}: {what}" for key, what in self.incomplete.items())]
         head = f"{self.path}: {self.files} files, {self.bytes_read:,} bytes, checked by {self.checked_by}: "
-        return head + ("all as written" if self.ok else "DAMAGED\n  " + "\n  ".join(found))
+        if not self.ok:
+            return head + "DAMAGED\n  " + "\n  ".join([*found, *self._not_checked()])
+        return head + (", ".join(["no damage found", *self._not_checked()]) if self.unchecked else "all as written")
+
+    def _not_checked(self) -> list[str]:
+        if not self.unchecked:
+            return []
+        shown = ", ".join(map(repr, self.unchecked[:5]))
+        more = f" and {len(self.unchecked) - 5} more" if len(self.unchecked) > 5 else ""
+        return [f"NOT CHECKED, because they have no checksum: {self.bytes_unchecked:,} bytes of {shown}{more}"]
 
 
 def verify(
@@ -71,8 +85,9 @@ def verify(
     """Read a whole checkpoint and name every damaged key, file and byte range.
 
     Checkpoints of ``ShardWriter`` are held against their manifest: every byte of every file counts. Those of stock DCP
-    have no checksums beside the CRC-32 in their archives, which nothing else reads; that is checked for them. It takes
-    no process group and no device.
+    have no checksums beside the CRC-32 in their archives, which nothing else reads; that is checked for them.
+    Tensors in a checkpoint of ours without its manifest have none: the report names them as ``unchecked``. It takes no
+    process group and no device.
 
     Args:
         path: a local folder or any fsspec URL.
@@ -84,14 +99,36 @@ def verify(
         UnsafeObjectError: ``.metadata`` names something that could run code.
     """
     folder = open_folder(Location.of(path, storage_options))
-    names = folder.names()
+    for _ in range(_RESTARTS):
+        ranks = _ranks(folder)
+        before = [version_of(folder, rank) for rank in ranks]
+        report = _joined(folder, [_verify(folder, rank, progress) for rank in ranks])
+        folder.release()
+        # Only a checkpoint that is still there is damaged: a newer save removes the files of the one before it.
+        if report.ok or before == [version_of(folder, rank) for rank in ranks]:
+            return report
+    raise ReplacedCheckpointError(
+        f"the checkpoint in {folder.url} was replaced {_RESTARTS} times while it was verified. Verify it while nothing "
+        "is saved there"
+    )
+
+
+def _ranks(folder: Folder) -> list[int | None]:
+    """The ranks whose metadata there is; None stands for all of them together.
+
+    Raises:
+        CheckpointError: there is no checkpoint.
+    """
+    if version_of(folder) is not None:
+        return [None]
     # Ranks that save without collectives have a checkpoint each in the one folder.
-    own = [int(match[1]) for name in names if (match := _RANKS_OWN.fullmatch(name))]
-    ranks: list[int | None] = [None] if METADATA in names else [*sorted(own)]
-    if not ranks:
+    own = sorted(int(match[1]) for name in folder.names() if (match := _RANKS_OWN.fullmatch(name)))
+    if not own:
         raise CheckpointError(f"there is no checkpoint in {folder.url}: it has no {METADATA}")
-    reports = [_verify(folder, rank, progress) for rank in ranks]
-    folder.release()
+    return [*own]
+
+
+def _joined(folder: Folder, reports: Sequence[VerifyReport]) -> VerifyReport:
     return VerifyReport(
         folder.url,
         damages=tuple(damage for report in reports for damage in report.damages),
@@ -99,6 +136,8 @@ def verify(
         files=sum(report.files for report in reports),
         bytes_read=sum(report.bytes_read for report in reports),
         checked_by=reports[0].checked_by,
+        unchecked=tuple(dict.fromkeys(key for report in reports for key in report.unchecked)),
+        bytes_unchecked=sum(report.bytes_unchecked for report in reports),
     )
 
 
@@ -113,23 +152,26 @@ def _verify(folder: Folder, rank: int | None, progress: bool) -> VerifyReport:
         item = place if isinstance(place, Stored) else foreign(place)
         by_file[item.relative_path].append((index.fqn, item))
     sizes = found.manifest.files if found.manifest is not None else {}
-    # Archives of ours have no CRC-32: without their manifest nothing can be checked but that they are there.
-    with_crc = written_by(found.metadata) is None
     read = 0
+    unchecked: dict[str, int] = {}
     with (
         Progress("verifying", lambda: _total(by_file), progress) as bar,
         ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,
     ):
         checks = [
-            pool.submit(_check_file, folder, name, items, sizes.get(name), with_crc, bar)
+            pool.submit(_check_file, folder, name, items, sizes.get(name), bar)
             for name, items in sorted(by_file.items())
         ]
         for check in checks:
-            bad, nbytes = check.result()
-            damages += bad
-            read += nbytes
+            one = check.result()
+            damages += one.damages
+            read += one.bytes_read
+            for key, nbytes in one.unchecked:
+                unchecked[key] = unchecked.get(key, 0) + nbytes
     checked_by = "xxh3_64" if found.manifest is not None else "crc32"
-    return VerifyReport(folder.url, tuple(damages), _incomplete(found.metadata), len(by_file), read, checked_by)
+    incomplete = _incomplete(found.metadata)
+    without = tuple(unchecked), sum(unchecked.values())
+    return VerifyReport(folder.url, tuple(damages), incomplete, len(by_file), read, checked_by, *without)
 
 
 def _committed(folder: Folder, rank: int | None, damages: list[Damage]) -> Committed:
@@ -159,81 +201,110 @@ class _Span(NamedTuple):
     key: str
     item: Stored
     checksum: bytes | None
-    with_crc: bool
 
-    def problem(self, data: memoryview) -> str | None:
+    def check(self, data: memoryview) -> tuple[str | None, int]:
+        """What is wrong with the bytes, and how many of them nothing checks."""
         if len(data) < self.stop - self.start:
-            return "the file ends before"
+            return "the file ends before", 0
         if self.checksum is None:
-            return _crc_problem(self.item, data) if self.with_crc else None
-        return None if checksum(data) == self.checksum else "the bytes do not fit their checksum"
+            return _check_archive(self.item, data)
+        return None if checksum(data) == self.checksum else "the bytes do not fit their checksum", 0
+
+
+class _Checked(NamedTuple):
+    """What was found in one data file; ``unchecked`` has keys and numbers of bytes."""
+
+    damages: list[Damage]
+    bytes_read: int
+    unchecked: list[tuple[str, int]]
 
 
 def _check_file(
-    folder: Folder, name: str, items: Sequence[tuple[str, Stored]], size: int | None, with_crc: bool, bar: Progress
-) -> tuple[list[Damage], int]:
-    """The damages of one data file, and how many bytes were read."""
+    folder: Folder, name: str, items: Sequence[tuple[str, Stored]], size: int | None, bar: Progress
+) -> _Checked:
     keys = tuple(dict.fromkeys(key for key, _ in items))
     end = max(item.offset + (item.length if size is None else item.extent) for _, item in items)
+    found = _Checked([], 0, [])
     try:
         actual = folder.size(name)
+        if size is not None and actual > size:
+            found.damages.append(Damage(name, size, actual, (), "the file has bytes that nobody wrote"))
+        elif size is not None and actual < size:
+            found.damages.append(Damage(name, actual, size, (), f"the file has {actual:,} bytes instead of {size:,}"))
+        return _check_spans(folder, name, items, actual, found, bar)
     except FileNotFoundError:
-        return [Damage(name, 0, end, keys, "the file is missing")], 0
-    damages: list[Damage] = []
-    if size is not None and actual > size:
-        damages.append(Damage(name, size, actual, (), "the file has bytes that nobody wrote"))
+        return _Checked([Damage(name, 0, end, keys, "the file is missing")], 0, [])
+    except (IsADirectoryError, NotADirectoryError):
+        return _Checked([Damage(name, 0, end, keys, "there is a folder in the place of the file")], 0, [])
+    except (OSError, MemoryError, OverflowError) as error:
+        raise CheckpointError(
+            f"cannot verify {folder.url}: reading {name} failed ({type(error).__name__}: {error}). This says nothing "
+            "about the checkpoint; try again"
+        ) from error
+
+
+def _check_spans(
+    folder: Folder, name: str, items: Sequence[tuple[str, Stored]], actual: int, found: _Checked, bar: Progress
+) -> _Checked:
     read = 0
-    spans = sorted((span for key, item in items for span in _spans(key, item, with_crc)), key=lambda span: span.start)
-    for window, group in _windows(name, spans):
+    spans = sorted((span for key, item in items for span in _spans(key, item)), key=lambda span: span.start)
+    for window, group in _windows(name, spans, actual):
         # An object store answers with an error when all that is asked for lies behind the object's end.
         (view,) = folder.view([window]) if window.start < actual else [memoryview(b"")]
         for span in group:
-            problem = span.problem(view[span.start - window.start : span.stop - window.start])
+            problem, unchecked = span.check(view[span.start - window.start : span.stop - window.start])
             if problem is not None:
-                damages.append(Damage(name, span.start, span.stop, (span.key,), problem))
+                found.damages.append(Damage(name, span.start, span.stop, (span.key,), problem))
+            if unchecked:
+                found.unchecked.append((span.key, unchecked))
         read += len(view)
         bar.advance(sum(span.stop - span.start for span in group))
         del view
         folder.forget(name, window.start, window.stop)
-    return damages, read
+    return found._replace(bytes_read=read)
 
 
-def _spans(key: str, item: Stored, with_crc: bool) -> Iterator[_Span]:
+def _spans(key: str, item: Stored) -> Iterator[_Span]:
     if item.checksums is not None:
         for number in range(item.blocks):
             start, stop, expected = item.block(number)
-            yield _Span(start, stop, key, item, expected, with_crc)
+            yield _Span(start, stop, key, item, expected)
     else:
-        yield _Span(item.offset, item.offset + item.length, key, item, None, with_crc)
+        yield _Span(item.offset, item.offset + item.length, key, item, None)
 
 
-def _windows(name: str, spans: Sequence[_Span]) -> Iterator[tuple[Window, list[_Span]]]:
-    """Neighbouring spans, some at a time."""
+def _windows(name: str, spans: Sequence[_Span], size: int) -> Iterator[tuple[Window, list[_Span]]]:
+    """Neighbouring spans, some at a time, with what the file has of them."""
     group: list[_Span] = []
     for span in spans:
         if group and (span.start - group[-1].stop > MAX_GAP or span.stop - group[0].start > _READ_BYTES):
-            yield _window(name, group), group
+            yield _window(name, group, size), group
             group = []
         group.append(span)
     if group:
-        yield _window(name, group), group
+        yield _window(name, group, size), group
 
 
-def _window(name: str, group: Sequence[_Span]) -> Window:
-    start, stop = group[0].start, max(span.stop for span in group)
+def _window(name: str, group: Sequence[_Span], size: int) -> Window:
+    start = group[0].start
+    stop = max(start, min(size, max(span.stop for span in group)))
     return Window(name, start, stop, ((start, stop),))
 
 
-def _crc_problem(item: Stored, view: memoryview) -> str | None:
-    """What is wrong with an item of stock DCP, by the CRC-32 of its records."""
+def _check_archive(item: Stored, view: memoryview) -> tuple[str | None, int]:
+    """What is wrong with an item by the CRC-32 of its records, and how many bytes have none.
+
+    The archive is parsed as it is for loading, so that what is checked is what would be loaded.
+    """
     if item.transform_descriptors:
-        return None  # compressed or encrypted by an extension of DCP: there is no archive to look into
+        return None, len(view)  # compressed or encrypted by an extension of DCP: there is no archive to look into
     try:
-        with zipfile.ZipFile(io.BytesIO(view)) as archive:
-            record = archive.testzip()
-    except Exception as error:  # zipfile raises many kinds for broken archives
-        return f"no complete archive ({type(error).__name__}: {error})"
-    return None if record is None else f"the record {record} does not fit its CRC-32"
+        archive = Archive(view)
+    except ArchiveError as error:
+        return f"no complete archive ({error})", 0
+    if misfits := archive.misfits():
+        return f"the record {misfits[0]} does not fit its CRC-32", 0
+    return None, sum(len(archive[name]) for name in archive.unchecked())
 
 
 def _incomplete(metadata: Metadata) -> dict[str, str]:

@@ -1,0 +1,144 @@
+"""numpy's dtypes, scalars and arrays, rebuilt from their description and their bytes.
+
+numpy believes what a pickle says of a dtype: flags, offsets and sizes that let an array reach into foreign memory. So
+no state goes to numpy. A dtype is made by ``np.dtype`` from a description that numpy checks itself, and an array from
+bytes that are as many as its shape and dtype need. An array of objects is filled object by object.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from torch_xla_ckpt.serialization.machine import Maker, Pending, Refused
+
+_SPEC = re.compile(r"[?bBiufcgmMOSUV][0-9]{0,9}")
+_UNIT = re.compile(r"generic|Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as")
+_ALIGNED = 0x80
+_NATIVE = "<" if sys.byteorder == "little" else ">"
+_MAX_CHARACTER = 0x10FFFF
+# Elements of an array whose elements have no bytes, such as strings of length 0.
+_MAX_EMPTY = 1 << 16
+
+
+def _require(fine: bool) -> None:
+    if not fine:
+        raise Refused("it describes a numpy value that numpy does not pickle")
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    _require(type(value) is tuple and all(type(n) is int and 0 <= n < 1 << 62 for n in value))
+    return tuple(value)
+
+
+def _new_dtype(spec: Any, *_: Any) -> Pending:
+    _require(type(spec) is str and _SPEC.fullmatch(spec) is not None)
+    return Pending(lambda state: _dtype(spec, state))
+
+
+def _dtype(spec: str, state: Any) -> Any:
+    _require(type(state) is tuple and len(state) in (8, 9) and state[0] in (3, 4))
+    _, order, part, names, fields, size, _, flags, *more = state
+    _require(type(flags) is int and order in ("<", ">", "=", "|"))
+    if names is not None:
+        made = _structured(names, fields, size, bool(flags & _ALIGNED))
+    elif part is not None:
+        base, shape = part
+        _require(isinstance(base, np.dtype))
+        made = np.dtype((base, (shape,) if type(shape) is int else _shape(shape)))
+    elif spec[0] in "mM":
+        _require(bool(more) and type(more[0]) is tuple and len(more[0]) == 2)
+        made, more = np.dtype(f"{spec[0]}8[{_unit(more[0][1])}]"), [more[0][0]]
+    else:
+        made = np.dtype(spec)
+    if names is None and part is None and order in "<>" and order != _NATIVE:
+        made = made.newbyteorder(order)
+    _require(size in (-1, made.itemsize) and made.char != "X")
+    about = more[0] if more else None
+    _require(about is None or type(about) is dict)
+    return np.dtype(made, metadata=about) if about else made  # type: ignore[call-overload]
+
+
+def _unit(given: Any) -> str:
+    unit, number, per, event = given
+    unit = unit.decode("ascii") if type(unit) is bytes else unit
+    _require(type(unit) is str and _UNIT.fullmatch(unit) is not None)
+    _require(type(number) is int and 1 <= number < 1 << 31 and per == event == 1)
+    return unit if number == 1 else f"{number}{unit}"
+
+
+def _structured(names: Any, fields: Any, size: Any, aligned: bool) -> Any:
+    _require(type(names) is tuple and type(fields) is dict and set(names) == set(fields) and type(size) is int)
+    _require(all(type(name) is str and type(fields[name]) is tuple and len(fields[name]) == 2 for name in names))
+    formats, offsets = [fields[name][0] for name in names], [fields[name][1] for name in names]
+    _require(all(isinstance(one, np.dtype) for one in formats))
+    _require(all(type(n) is int and 0 <= n <= size - one.itemsize for n, one in zip(offsets, formats)))
+    layout: Any = {"names": list(names), "formats": formats, "offsets": offsets, "itemsize": size, "aligned": aligned}
+    made = np.dtype(layout)
+    if made.hasobject:  # pointers may share their bytes with nothing
+        spans = sorted((n, n + one.itemsize) for n, one in zip(offsets, formats))
+        _require(all(a[1] <= b[0] for a, b in itertools.pairwise(spans)))
+    return made
+
+
+def _new_array(cls: Any, *_: Any) -> Pending:
+    _require(cls is np.ndarray)
+    return Pending(_array)
+
+
+def _array(state: Any) -> Any:
+    _require(type(state) is tuple and len(state) == 5)
+    _, shape, dtype, fortran, raw = state
+    shape = _shape(shape)
+    count = math.prod(shape)
+    _require(isinstance(dtype, np.dtype) and type(fortran) is bool and dtype.subdtype is None)
+    order: Any = "F" if fortran else "C"
+    if dtype.hasobject:
+        _require(type(raw) is list and len(raw) == count)
+        flat = np.empty(count, dtype)
+        for number, value in enumerate(raw):
+            _require(dtype.names is None or type(value) is tuple)
+            flat[number] = value
+        return np.asarray(flat.reshape(shape), order=order)
+    _require(type(raw) is bytes and len(raw) == count * dtype.itemsize and (dtype.itemsize > 0 or count < _MAX_EMPTY))
+    return _plausible(np.ndarray(shape, dtype, raw, order=order).copy(order="K"))
+
+
+def _scalar(dtype: Any, raw: Any) -> Any:
+    _require(isinstance(dtype, np.dtype) and not dtype.hasobject and dtype.subdtype is None)
+    _require(type(raw) is bytes and len(raw) == dtype.itemsize)
+    return _plausible(np.ndarray((), dtype, raw).copy())[()]
+
+
+def _plausible(array: Any) -> Any:
+    """The array, if its bytes are values of its type. A boolean other than 0 and 1 becomes 1: numpy relies on it."""
+    if array.dtype.names is not None:
+        for name in array.dtype.names:
+            _plausible(array[name])
+    elif array.dtype.kind == "b":
+        np.not_equal(array.view(np.uint8), 0, out=array)
+    elif array.dtype.kind == "U" and array.size and array.dtype.itemsize:
+        characters = np.ascontiguousarray(array).reshape(-1).view(array.dtype.byteorder + "u4")
+        _require(int(characters.max()) <= _MAX_CHARACTER)
+    return array
+
+
+_HELPERS: Mapping[str, Callable[..., Any]] = {"_reconstruct": _new_array, "scalar": _scalar}
+VALUES: Mapping[str, Any] = {
+    "numpy.ndarray": np.ndarray,
+    "numpy.dtype": np.dtype,
+    # numpy 2 moved its helpers: a checkpoint outlives both.
+    **{
+        f"numpy.{core}.multiarray.{name}": Maker(name, make)
+        for name, make in _HELPERS.items()
+        for core in ("core", "_core")
+    },
+    **{f"numpy.dtypes.{cls.__name__}": cls for cls in {type(np.dtype(code)) for code in np.typecodes["All"]}},
+}
+CALLS: Mapping[type, Callable[..., Any]] = {np.dtype: _new_dtype}

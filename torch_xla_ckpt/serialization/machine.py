@@ -1,0 +1,469 @@
+"""Executing a pickle of protocol 2 without giving it power over the program.
+
+A pickle is a program for a stack machine. Python's machine calls whatever the pickle names, and sets attributes of
+anything. This machine makes plain containers, and calls only the functions of its table; each of them checks its
+arguments. What the caller allows in addition is called as Python's pickle would. The machine does not recurse, takes
+time and memory in proportion to the pickle, and knows only the opcodes that protocol 2 has, which torch.save uses.
+"""
+
+from __future__ import annotations
+
+import _compat_pickle
+import collections
+import pickle
+import pickletools
+import re
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+# Nodes of a tuple that is hashed. A small pickle can describe a tuple of 2**100 nodes, which would hash for ever.
+_HASHED_NODES = 1 << 16
+# Modules from which nothing is admitted, even if the caller allows it.
+_BLOCKED = ("sys", "os", "posix", "nt")
+
+_MAPPINGS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
+_SEQUENCES = (list, collections.deque)
+
+
+class Refused(pickle.UnpicklingError):
+    """A pickle asks for something that is not admitted.
+
+    Attributes:
+        names: qualified names that are not admitted.
+    """
+
+    def __init__(self, message: str, names: tuple[str, ...] = ()):
+        super().__init__(message)
+        self.names = names
+
+
+class Maker:
+    """What a name stands for on the stack, if it stands for a function: it can be called by the machine alone."""
+
+    __slots__ = ("make", "name")
+
+    def __init__(self, name: str, make: Callable[..., Any]):
+        self.name = name
+        self.make = make
+
+    def __repr__(self) -> str:
+        return f"<{self.name}, to be called by a pickle only>"
+
+
+class Pending:
+    """An object that is made when its state is known, and is of no use before."""
+
+    def __init__(self, finish: Callable[[Any], Any]):
+        self.finish = finish
+        self.slots: list[int] = []  # of the memo, that refer to it
+
+
+class Table:
+    """What pickles may name.
+
+    Args:
+        values: what a name stands for: a class, a constant, or a ``Maker``.
+        calls: how an instance of a class is made from arguments.
+        news: how it is made when only its state will fill it.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        calls: Mapping[type, Callable[..., Any]],
+        news: Mapping[type, Callable[..., Any]],
+    ):
+        self.values = values
+        self.calls = calls
+        self.news = news
+
+
+def hashable(value: Any) -> Any:
+    """``value``, if hashing it takes little time."""
+    if type(value) is tuple:
+        waiting, seen = [value], 0
+        while waiting:
+            part = waiting.pop()
+            seen += len(part)
+            if seen > _HASHED_NODES:
+                raise Refused("a key is too large")
+            waiting += [inner for inner in part if type(inner) is tuple]
+    return value
+
+
+def set_attributes(thing: Any, state: Any) -> None:
+    """Give an object attributes that its class does not have."""
+    if type(state) is tuple and len(state) == 2 and not state[1]:
+        state = state[0]
+    if state is None:
+        return
+    if type(state) is not dict or not all(type(name) is str and not hasattr(type(thing), name) for name in state):
+        raise Refused(f"it sets attributes of a {type(thing).__name__} that are not its own")
+    vars(thing).update(state)
+
+
+class Machine:
+    """Executes one pickle.
+
+    Args:
+        data: the pickle.
+        table: what it may name.
+        allowed: what it may name in addition, by qualified name; asked for when a name is not in the table.
+        storage: makes what a persistent id stands for.
+    """
+
+    def __init__(
+        self,
+        data: bytes,
+        table: Table,
+        allowed: Callable[[], Mapping[str, Any]],
+        storage: Callable[[Any], Any],
+    ):
+        self._data = data
+        self._table = table
+        self._ask = allowed
+        self._allowed: Mapping[str, Any] | None = None
+        self._storage = storage
+        self._at = 0
+        self._stack: list[Any] = []
+        self._below: list[list[Any]] = []  # the stacks below each mark
+        self._memo: dict[int, Any] = {}
+        self._pending = 0
+
+    def run(self) -> Any:
+        """The object that the pickle describes.
+
+        Raises:
+            Refused: it asks for something that is not admitted.
+            Exception: it is no whole pickle, or its values are refused by the types that they are of.
+        """
+        if self._data[:2] != b"\x80\x02":
+            raise Refused("its pickle is not of protocol 2, which torch.save uses", self._refused_names())
+        self._at = 2
+        data, steps = self._data, _STEPS
+        while True:
+            code = data[self._at]
+            self._at += 1
+            step = steps.get(code)
+            if step is not None:
+                step(self)
+            elif code == _STOP:
+                return self._result()
+            else:
+                raise Refused(f"its pickle has the opcode {bytes([code])!r}", self._refused_names())
+
+    def _result(self) -> Any:
+        (value,) = self._stack
+        if self._below or self._pending or self._at != len(self._data):
+            raise Refused("its pickle does not end where its value does")
+        return value
+
+    # What the pickle may name.
+
+    def _find(self, module: str, name: str) -> Any:
+        module, name = _renamed(module, name)
+        full = f"{module}.{name}"
+        if full in self._table.values:
+            return self._table.values[full]
+        allowed = self._trusted()
+        if full in allowed and module not in _BLOCKED:
+            return allowed[full]
+        raise Refused(f"it names {full}", self._refused_names() or (full,))
+
+    def _trusted(self) -> Mapping[str, Any]:
+        if self._allowed is None:
+            self._allowed = self._ask()
+        return self._allowed
+
+    def _is_trusted(self, thing: Any) -> bool:
+        return any(thing is one for one in self._trusted().values())
+
+    def _refused_names(self) -> tuple[str, ...]:
+        known = {*self._table.values, *self._trusted()}
+        return tuple(sorted(named_in(self._data) - known))
+
+    # Opcodes.
+
+    def _take(self, count: int) -> bytes:
+        taken = self._data[self._at : self._at + count]
+        if len(taken) < count:
+            raise EOFError("the pickle ends too early")
+        self._at += count
+        return taken
+
+    def _line(self) -> str:
+        end = self._data.index(b"\n", self._at)
+        line = self._data[self._at : end].decode()
+        self._at = end + 1
+        return line
+
+    def _since_mark(self) -> list[Any]:
+        items, self._stack = self._stack, self._below.pop()
+        return items
+
+    def mark(self) -> None:
+        self._below.append(self._stack)
+        self._stack = []
+
+    def pop_mark(self) -> None:
+        self._since_mark()
+
+    def pop(self) -> None:
+        if self._stack:
+            self._stack.pop()
+        else:
+            self._stack = self._below.pop()
+
+    def global_(self) -> None:
+        module = self._line()
+        self._stack.append(self._find(module, self._line()))
+
+    def int4(self) -> None:
+        self._stack.append(int.from_bytes(self._take(4), "little", signed=True))
+
+    def int2(self) -> None:
+        self._stack.append(int.from_bytes(self._take(2), "little"))
+
+    def int1(self) -> None:
+        self._stack.append(self._take(1)[0])
+
+    def long1(self) -> None:
+        self._stack.append(int.from_bytes(self._take(self._take(1)[0]), "little", signed=True))
+
+    def long4(self) -> None:
+        self._stack.append(int.from_bytes(self._take(self._length()), "little", signed=True))
+
+    def float8(self) -> None:
+        self._stack.append(struct.unpack(">d", self._take(8))[0])
+
+    def text(self) -> None:
+        self._stack.append(self._take(self._length()).decode("utf-8", "surrogatepass"))
+
+    def _length(self) -> int:
+        return int.from_bytes(self._take(4), "little")
+
+    def tuple_(self) -> None:
+        items = self._since_mark()
+        self._stack.append(tuple(items))
+
+    def tuple1(self) -> None:
+        self._last(1)
+
+    def tuple2(self) -> None:
+        self._last(2)
+
+    def tuple3(self) -> None:
+        self._last(3)
+
+    def _last(self, count: int) -> None:
+        if len(self._stack) < count:
+            raise IndexError("the pickle takes more from its stack than there is")
+        self._stack[-count:] = [tuple(self._stack[-count:])]
+
+    def put1(self) -> None:
+        self._put(self._take(1)[0])
+
+    def put4(self) -> None:
+        self._put(self._length())
+
+    def _put(self, slot: int) -> None:
+        value = self._memo[slot] = self._stack[-1]
+        if type(value) is Pending:
+            value.slots.append(slot)
+
+    def get1(self) -> None:
+        self._get(self._take(1)[0])
+
+    def get4(self) -> None:
+        self._get(self._length())
+
+    def _get(self, slot: int) -> None:
+        value = self._memo[slot]
+        if type(value) is Pending:
+            raise Refused("its pickle uses an object that is not finished")
+        self._stack.append(value)
+
+    def append(self) -> None:
+        item = self._stack.pop()
+        self._checked(_SEQUENCES).append(item)
+
+    def appends(self) -> None:
+        items = self._since_mark()
+        self._checked(_SEQUENCES).extend(items)
+
+    def setitem(self) -> None:
+        value, key = self._stack.pop(), self._stack.pop()
+        self._checked(_MAPPINGS)[hashable(key)] = value
+
+    def setitems(self) -> None:
+        items = self._since_mark()
+        mapping = self._checked(_MAPPINGS)
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            mapping[hashable(key)] = value
+
+    def _checked(self, kinds: tuple[type, ...]) -> Any:
+        """What lies on top, if it is of one of these kinds or of one that the caller allows."""
+        thing = self._stack[-1]
+        if type(thing) in kinds or self._is_trusted(type(thing)):
+            return thing
+        raise Refused(f"it puts something into a {type(thing).__name__}")
+
+    def reduce(self) -> None:
+        arguments, function = self._stack.pop(), self._stack[-1]
+        if type(arguments) is not tuple:
+            raise Refused("it calls something without arguments")
+        if type(function) is Maker:
+            made = function.make(*arguments)
+        elif isinstance(function, type) and function in self._table.calls:
+            made = self._table.calls[function](*arguments)
+        elif self._is_trusted(function):
+            made = function(*arguments)
+        else:
+            raise Refused(f"it calls {_described(function)}")
+        self._stack[-1] = self._counted(made)
+
+    def newobj(self) -> None:
+        arguments, cls = self._stack.pop(), self._stack[-1]
+        if type(arguments) is not tuple or not isinstance(cls, type):
+            raise Refused("it makes an object of something that is no class")
+        if cls in self._table.news:
+            made = self._table.news[cls](*arguments)
+        elif self._is_trusted(cls):
+            made = cls.__new__(cls, *arguments)
+        else:
+            raise Refused(f"it makes a {cls.__module__}.{cls.__qualname__} past its constructor")
+        self._stack[-1] = self._counted(made)
+
+    def _counted(self, made: Any) -> Any:
+        self._pending += type(made) is Pending
+        return made
+
+    def build(self) -> None:
+        state, thing = self._stack.pop(), self._stack[-1]
+        if type(thing) is Pending:
+            made = self._stack[-1] = thing.finish(state)
+            for slot in thing.slots:
+                if self._memo[slot] is thing:
+                    self._memo[slot] = made
+            self._pending -= 1
+        elif type(thing) is collections.OrderedDict:
+            set_attributes(thing, state)
+        elif self._is_trusted(type(thing)):
+            _build(thing, state)
+        else:
+            raise Refused(f"it sets the state of {_described(thing)}")
+
+    def persistent(self) -> None:
+        self._stack.append(self._storage(self._stack.pop()))
+
+
+def _described(thing: Any) -> str:
+    if isinstance(thing, type):
+        return f"the class {thing.__module__}.{thing.__qualname__}"
+    return f"a {type(thing).__name__}"
+
+
+def _build(thing: Any, state: Any) -> None:
+    """Set the state of an object whose class the caller allows, as pickle does."""
+    if hasattr(thing, "__setstate__"):
+        thing.__setstate__(state)
+        return
+    slots = None
+    if isinstance(state, tuple) and len(state) == 2:
+        state, slots = state
+    if state:
+        vars(thing).update(state)
+    for name, value in (slots or {}).items():
+        setattr(thing, name, value)
+
+
+def _pushes(make: Callable[[], Any]) -> Callable[[Machine], None]:
+    def step(machine: Machine) -> None:
+        machine._stack.append(make())
+
+    return step
+
+
+_STOP = ord(".")
+_STEPS: Mapping[int, Callable[[Machine], None]] = {
+    ord(code): step
+    for code, step in {
+        **{"(": Machine.mark, "0": Machine.pop, "1": Machine.pop_mark, "c": Machine.global_},
+        **{"N": _pushes(lambda: None), "\x88": _pushes(lambda: True), "\x89": _pushes(lambda: False)},
+        **{"]": _pushes(list), "}": _pushes(dict), ")": _pushes(tuple)},
+        **{"J": Machine.int4, "M": Machine.int2, "K": Machine.int1, "\x8a": Machine.long1, "\x8b": Machine.long4},
+        **{"G": Machine.float8, "X": Machine.text},
+        **{"t": Machine.tuple_, "\x85": Machine.tuple1, "\x86": Machine.tuple2, "\x87": Machine.tuple3},
+        **{"q": Machine.put1, "r": Machine.put4, "h": Machine.get1, "j": Machine.get4},
+        **{"a": Machine.append, "e": Machine.appends, "s": Machine.setitem, "u": Machine.setitems},
+        **{"R": Machine.reduce, "\x81": Machine.newobj, "b": Machine.build, "Q": Machine.persistent},
+    }.items()
+}
+
+
+def named_quickly(data: bytes) -> set[str]:
+    """At least the names that ``named_in`` finds in a pickle of protocol 2, for a fraction of the time."""
+    return {".".join(_renamed(*map(_decoded, pair))) for pair in _GLOBAL.findall(data)}
+
+
+def _decoded(name: bytes) -> str:
+    return name.decode(errors="replace")
+
+
+_GLOBAL = re.compile(rb"c([^\n]*)\n([^\n]*)\n")
+
+
+def named_in(data: bytes) -> set[str]:
+    """Qualified names of classes and functions in a pickle of any protocol, as far as it can be read."""
+    found: set[str] = set()
+    strings: list[bytes] = []
+    try:
+        for name, argument in _skimmed(data):
+            if name in ("GLOBAL", "INST"):
+                found.add(".".join(_renamed(*argument.decode().split("\n")[:2])))
+            elif name == "STACK_GLOBAL":
+                found.add(b".".join(strings[-2:]).decode())
+            elif "UNICODE" in name:
+                strings.append(argument)
+    except (ValueError, IndexError):
+        pass  # the names before the damage are what can be said
+    return found
+
+
+def _renamed(module: str, name: str) -> tuple[str, str]:
+    """Python 3's name of what protocol 2 calls as Python 2 did."""
+    module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
+    return _compat_pickle.IMPORT_MAPPING.get(module, module), name
+
+
+def _skimmed(data: bytes) -> Iterator[tuple[str, bytes]]:
+    """Each opcode's name and the bytes of its argument, without decoding them."""
+    at = 0
+    while at < len(data):
+        op = _OPCODES.get(data[at])
+        if op is None:
+            return
+        at += 1
+        size = 0 if op.arg is None else op.arg.n
+        if size == pickletools.UP_TO_NEWLINE:
+            lines = 2 if op.name in ("GLOBAL", "INST") else 1
+            end = at
+            for _ in range(lines):
+                end = data.index(b"\n", end) + 1
+            size = end - at
+        elif size < 0:  # the argument begins with its length
+            width = _WIDTHS[size]
+            size = int.from_bytes(data[at : at + width], "little")
+            at += width
+        yield op.name, data[at : at + size]
+        at += size
+
+
+_OPCODES = {ord(op.code): op for op in pickletools.opcodes}
+_WIDTHS = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}

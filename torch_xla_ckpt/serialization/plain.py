@@ -1,0 +1,182 @@
+"""Values of Python's standard library: each made by a function that checks what a pickle gives it.
+
+A constructor may take more than its type's pickles hold: ``bytearray(10**12)`` allocates, ``set(range(10**12))`` hangs,
+``datetime(b"...")`` believes its bytes. So every call has its own check.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import decimal
+import pathlib
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch_xla_ckpt.serialization.machine import Maker, Pending, Refused, hashable
+
+_PATHS = (pathlib.PurePosixPath, pathlib.PosixPath, pathlib.PureWindowsPath, pathlib.WindowsPath)
+_CLASSES = (
+    *(bool, bytearray, bytes, complex, dict, float, frozenset, int, list, range, set, slice, str, tuple),
+    *(collections.Counter, collections.OrderedDict, collections.defaultdict, collections.deque),
+    *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
+    *(decimal.Decimal, uuid.UUID, uuid.SafeUUID),
+)
+
+
+def require(fine: bool, what: str) -> None:
+    """Refuse a pickle unless something holds."""
+    if not fine:
+        raise Refused(f"it does not make {what} as Python does")
+
+
+def _items(value: Any) -> Any:
+    require(type(value) in (list, tuple), "a container")
+    return value
+
+
+def _encoded(text: Any, encoding: Any) -> bytes:
+    require(type(text) is str and encoding in ("latin1", "latin-1"), "bytes")
+    return str(text).encode("latin1")
+
+
+def _bytes(*given: Any) -> bytes:
+    require(not given or given == (b"",), "bytes")
+    return b""
+
+
+def _bytearray(*given: Any) -> bytearray:
+    if len(given) == 2:
+        return bytearray(_encoded(*given))
+    require(not given or (len(given) == 1 and type(given[0]) is bytes), "a bytearray")
+    return bytearray(*given)
+
+
+def _complex(real: Any, imaginary: Any) -> complex:
+    require(type(real) is type(imaginary) is float, "a complex number")
+    return complex(real, imaginary)
+
+
+def _hashed(kind: type) -> Callable[..., Any]:
+    return lambda items=(): kind([hashable(item) for item in _items(items)])
+
+
+def _listed(kind: type) -> Callable[..., Any]:
+    return lambda items=(): kind(_items(items))
+
+
+def _paired(kind: type) -> Callable[..., Any]:
+    def make(pairs: Any = ()) -> Any:
+        return kind([(hashable(key), value) for key, value in map(_items, _items(pairs))])
+
+    return make
+
+
+def _counter(counts: Any = None) -> Any:
+    require(counts is None or type(counts) is dict, "a Counter")
+    return collections.Counter(counts)
+
+
+def _defaultdict(*factory: Any) -> Any:
+    require(len(factory) < 2, "a defaultdict")
+    return collections.defaultdict(*factory)
+
+
+def _deque(items: Any = (), maxlen: int | None = None) -> Any:
+    return collections.deque(_items(items), maxlen)
+
+
+def _date(state: Any) -> datetime.date:
+    high, low, month, day = _octets(state, 4)
+    return datetime.date(high << 8 | low, month, day)
+
+
+def _time(state: Any, *zone: Any) -> datetime.time:
+    hour, minute, second, *micro = _octets(state, 6)
+    micros = int.from_bytes(bytes(micro), "big")
+    return datetime.time(hour & 0x7F, minute, second, micros, *zone, fold=hour >> 7)
+
+
+def _datetime(state: Any, *zone: Any) -> datetime.datetime:
+    high, low, month, day, hour, minute, second, *micro = _octets(state, 10)
+    micros = int.from_bytes(bytes(micro), "big")
+    date = high << 8 | low, month & 0x7F, day
+    return datetime.datetime(*date, hour, minute, second, micros, *zone, fold=month >> 7)
+
+
+def _octets(state: Any, count: int) -> bytes:
+    require(type(state) is bytes and len(state) == count, "a date or time")
+    return bytes(state)
+
+
+def _decimal(text: Any) -> decimal.Decimal:
+    require(type(text) is str, "a Decimal")
+    return decimal.Decimal(text)
+
+
+def _numbers(kind: Callable[..., Any], least: int, most: int) -> Callable[..., Any]:
+    def make(*given: Any) -> Any:
+        require(least <= len(given) <= most and all(type(n) is int for n in given), "a value of numbers")
+        return kind(*given)
+
+    return make
+
+
+def _slice(*given: Any) -> slice:
+    require(len(given) == 3, "a slice")
+    return slice(*given)
+
+
+def _path(cls: type) -> Callable[..., Any]:
+    def make(*parts: Any) -> Any:
+        require(all(type(part) is str for part in parts), "a path")
+        return cls(*parts)
+
+    return make
+
+
+def _safe_uuid(value: Any) -> uuid.SafeUUID:
+    require(value is None or type(value) is int, "a UUID")
+    return uuid.SafeUUID(value)
+
+
+def _new_uuid() -> Pending:
+    def finish(state: Any) -> uuid.UUID:
+        require(type(state) is dict and type(state.get("int")) is int, "a UUID")
+        return uuid.UUID(int=state["int"], is_safe=_safe_uuid(state.get("is_safe")))
+
+    return Pending(finish)
+
+
+VALUES: Mapping[str, Any] = {
+    **{f"{cls.__module__}.{cls.__qualname__}": cls for cls in _CLASSES},
+    # Python 3.13 moved the path classes to another module: a checkpoint outlives both.
+    **{f"{module}.{cls.__name__}": cls for cls in _PATHS for module in ("pathlib", "pathlib._local")},
+    "_codecs.encode": Maker("_codecs.encode", _encoded),
+}
+CALLS: Mapping[type, Callable[..., Any]] = {
+    bytes: _bytes,
+    bytearray: _bytearray,
+    complex: _complex,
+    set: _hashed(set),
+    frozenset: _hashed(frozenset),
+    list: _listed(list),
+    tuple: _listed(tuple),
+    dict: _paired(dict),
+    range: _numbers(range, 1, 3),
+    slice: _slice,
+    collections.Counter: _counter,
+    collections.OrderedDict: _paired(collections.OrderedDict),
+    collections.defaultdict: _defaultdict,
+    collections.deque: _deque,
+    datetime.date: _date,
+    datetime.time: _time,
+    datetime.datetime: _datetime,
+    datetime.timedelta: _numbers(datetime.timedelta, 0, 3),
+    datetime.timezone: datetime.timezone,
+    decimal.Decimal: _decimal,
+    uuid.SafeUUID: _safe_uuid,
+    **{cls: _path(cls) for cls in _PATHS},
+}
+NEWS: Mapping[type, Callable[..., Any]] = {uuid.UUID: _new_uuid}
