@@ -16,6 +16,7 @@ from torch_xla_ckpt.report import STATUSES, Outcome
 
 Saved = TensorStorageMetadata | BytesStorageMetadata
 LOADED = Outcome("loaded")  # one for all of the many keys that simply fit
+_QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 Kind = Literal["missing", "shape", "type", "dtype", "unexpected"]
 
 
@@ -101,7 +102,7 @@ def match(
             found.outcomes[key] = Outcome("not requested")
     create = policy.unexpected == "restore" and not named.flat
     for key in _in_order(unexpected, paths):
-        if create and key in paths and growth.has_room(paths[key]):
+        if create and key in paths and not _is_quantized(saved_items[key]) and growth.has_room(paths[key]):
             found.created[key] = paths[key]
             found.outcomes[key] = Outcome("created")
             kind = found.tensors if isinstance(saved_items[key], TensorStorageMetadata) else found.objects
@@ -235,9 +236,14 @@ def _compare(leaf: Leaf, saved: Saved, policy: Policy) -> Kind | None:
     if isinstance(saved, TensorStorageMetadata):
         if tuple(saved.size) != tuple(leaf.value.shape):
             return "shape"
-        if policy.dtype == "error" and saved.properties.dtype != leaf.value.dtype:
+        if _is_quantized(saved) or (policy.dtype == "error" and saved.properties.dtype != leaf.value.dtype):
             return "dtype"
     return None
+
+
+def _is_quantized(saved: Saved) -> bool:
+    """Whether only the integers of a quantized tensor were saved, without its scale and zero point."""
+    return isinstance(saved, TensorStorageMetadata) and saved.properties.dtype in _QUANTIZED
 
 
 def _awaits(leaf: Leaf, key: str, paths: Mapping[str, Path]) -> bool:
@@ -281,5 +287,6 @@ def _describe_leaf(leaf: Leaf) -> str:
 
 def _describe(saved: Saved) -> str:
     if isinstance(saved, TensorStorageMetadata):
-        return f"a tensor of shape {tuple(saved.size)}, {saved.properties.dtype}"
+        lacking = ", quantized and saved without its scale and zero point" if _is_quantized(saved) else ""
+        return f"a tensor of shape {tuple(saved.size)}, {saved.properties.dtype}{lacking}"
     return "an object"
