@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -138,9 +138,10 @@ class SPMDLoadPlanner(LoadPlanner):
         self._objects: dict[str, Any] = {}
         self._created: dict[str, Any] = {}
         self._completed = False
-        tensors = {key: self._leaves[key].value for key in found.tensors if key not in found.created}
+        new = {*found.created, *found.replaced}
+        tensors = {key: self._leaves[key].value for key in found.tensors if key not in new}
         if not found.mismatches:
-            tensors |= self._made(key for key in found.tensors if key in found.created)
+            tensors |= self._made({key: source for key, source in found.tensors.items() if key in new})
         laid_out = lay_out(tensors, self._access_of)
         require_targets(tensors)
         self._buffers = Buffers()
@@ -151,10 +152,10 @@ class SPMDLoadPlanner(LoadPlanner):
         self._uploading = 0
         self.put_seconds = 0.0
 
-    def _made(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-        """New tensors for keys that the target lacks."""
-        for key in keys:
-            saved = self._metadata.state_dict_metadata[key]
+    def _made(self, sources: Mapping[str, str]) -> dict[str, torch.Tensor]:
+        """New tensors for keys that the target lacks, or has a placeholder for; given with their saved keys."""
+        for key, source in sources.items():
+            saved = self._metadata.state_dict_metadata[source]
             assert isinstance(saved, TensorStorageMetadata)
             shape, dtype = torch.Size(saved.size), saved.properties.dtype
             place = None if self._placement is None else self._placement(key, shape, dtype)
@@ -254,6 +255,8 @@ class SPMDLoadPlanner(LoadPlanner):
                     else:
                         leaf = self._leaves[key]
                         self._growth.replace(leaf, _loaded(leaf, value, self._access_of))
+                for key in self._match.replaced:
+                    self._growth.replace(self._leaves[key], self._created[key])
                 self._growth.insert((path, self._created[key]) for key, path in self._match.created.items())
             except BaseException:
                 self._growth.undo()

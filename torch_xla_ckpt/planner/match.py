@@ -50,6 +50,7 @@ class Match:
         tensors: keys of the target to load as tensors, with the saved key of each.
         objects: the same for objects.
         created: paths of saved keys to create, in the order in which to insert them.
+        replaced: keys of the target that hold a placeholder, which a new tensor is to replace.
         outcomes: what becomes of every key: the target's, and those saved keys that go nowhere or are created.
         mismatches: keys that make the load fail.
     """
@@ -57,6 +58,7 @@ class Match:
     tensors: dict[str, str] = field(default_factory=dict)
     objects: dict[str, str] = field(default_factory=dict)
     created: dict[str, Path] = field(default_factory=dict)
+    replaced: set[str] = field(default_factory=set)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     mismatches: list[Mismatch] = field(default_factory=list)
 
@@ -212,6 +214,11 @@ def _sources(
 
 
 def _add(found: Match, key: str, leaf: Leaf, source: str, saved: Saved, policy: Policy) -> None:
+    if is_placeholder(leaf.value) and isinstance(saved, TensorStorageMetadata) and not _is_quantized(saved):
+        found.tensors[key] = source
+        found.replaced.add(key)
+        found.outcomes[key] = Outcome("created", None if source == key else source)
+        return
     kind = _compare(leaf, saved, policy)
     if kind is not None:
         found.mismatches.append(Mismatch(key, kind, _describe_leaf(leaf), _describe(saved)))
