@@ -101,6 +101,8 @@ def hollow(name):
 
 def same(a, b):
     if isinstance(a, torch.Tensor):
+        if "meta" in (a.device.type, b.device.type):
+            return (a.device, a.shape) == (b.device, b.shape)
         return a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
@@ -134,7 +136,9 @@ def test_meta_parameters_and_their_optimizer_come_back_and_step_alike(saved, nam
     xc.restore(path, model=new, optimizer=other)
     assert same(new.state_dict(), net.state_dict())
     assert same(other.state_dict(), optimizer.state_dict())
-    twin, twin_optimizer = copy.deepcopy((net, optimizer))
+    twin = copy.deepcopy(net)
+    twin_optimizer = OPTIMIZERS[name](twin.parameters())
+    twin_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     step(twin, twin_optimizer, 9)
     step(new, other, 9)
     assert same(new.state_dict(), twin.state_dict())
@@ -149,7 +153,7 @@ def test_meta_parameters_come_back_on_devices(saved, name):
     assert same(new.state_dict(), net.state_dict()) and same(other.state_dict(), optimizer.state_dict())
 
 
-@pytest.mark.parametrize(("name", "into"), itertools.permutations(OPTIMIZERS, 2))
+@pytest.mark.parametrize(("name", "into"), [*itertools.permutations(OPTIMIZERS, 2)])
 def test_state_of_another_optimizer_is_right_or_refused_and_nothing_is_changed(saved, name, into, without_xla):
     net, optimizer, path = saved[name]
     for new, other in (hollow(into), built(into)):
@@ -233,10 +237,7 @@ def failing_state(path):
 
 def failing_file(path):
     (data,) = path.glob("*.distcp")
-    content = bytearray(data.read_bytes())
-    for at in range(len(content) // 2, len(content)):
-        content[at] ^= 1
-    data.write_bytes(bytes(content))
+    data.write_bytes(bytes(byte ^ 1 for byte in data.read_bytes()))
     return {}
 
 
@@ -245,7 +246,7 @@ def failing_file(path):
 def test_whatever_fails_leaves_meta_parameters_on_the_meta_device(tmp_path, spoil, device):
     """Neither a mismatch outside of the model nor a damaged file may leave a model of zeros behind."""
     net = on_host(0)
-    xc.save({"model": net.state_dict(), "extra": torch.zeros(3), "large": torch.rand(4096)}, tmp_path)
+    xc.save({"model": net.state_dict(), "extra": torch.zeros(3)}, tmp_path)
     state = spoil(tmp_path)
     new = hollow("SGD")[0] if device == "meta" else on_host(1)
     before = None if device == "meta" else copy.deepcopy(new.state_dict())
