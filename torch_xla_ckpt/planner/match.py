@@ -11,13 +11,14 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from torch_xla_ckpt.errors import MismatchError
 from torch_xla_ckpt.planner.policy import Policy, unwrapped
+from torch_xla_ckpt.planner.ranks import RankState, misfits
 from torch_xla_ckpt.planner.tree import Growth, Leaf, Path, is_placeholder
 from torch_xla_ckpt.report import STATUSES, Outcome
 
 Saved = TensorStorageMetadata | BytesStorageMetadata
 LOADED = Outcome("loaded")  # one for all of the many keys that simply fit
 _QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
-Kind = Literal["missing", "shape", "type", "dtype", "unexpected"]
+Kind = Literal["missing", "shape", "type", "dtype", "unexpected", "ranks"]
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class Mismatch:
     """A key for which target and checkpoint do not fit each other.
 
     ``kind`` is "missing" (the checkpoint lacks the key), "shape", "type" (one is a tensor, the other is not), "dtype"
-    or "unexpected" (the target lacks it); the last two only where the policy says so. ``target`` and ``saved`` say what
-    each side has.
+    or "unexpected" (the target lacks it), these two only where the policy says so, or "ranks" (a ``PerRank`` was saved
+    by another number of ranks). ``target`` and ``saved`` say what each side has.
     """
 
     key: str
@@ -84,9 +85,14 @@ def match(
         policy.require_use_of_patterns({*leaves, *saved_items})
     sources = _sources(leaves, saved_items, paths, policy)
     found = Match()
+    others = misfits(state_dict, [*saved_items, *(policy.renamed(saved_items)[0])], policy.asks_for)
+    found.mismatches += [Mismatch(key, "ranks", *both) for key, both in others.items()]
+    lacking = {key for key, value in state_dict.items() if isinstance(value, RankState) and value.lacking}
     for key, leaf in leaves.items():
         if not policy.asks_for(key):
             found.outcomes[key] = Outcome("not requested")
+        elif leaf.path[0] in lacking:
+            found.outcomes[key] = Outcome("missing")
         elif key in sources:
             _add(found, key, leaf, sources[key], saved_items[sources[key]], policy)
         elif not _awaits(leaf, key, paths):
@@ -180,6 +186,7 @@ class _Named:
     def __init__(self, state_dict: Mapping[Any, Any], paths: Mapping[str, Path]):
         self._paths = paths
         self._tops = {str(key) for key in state_dict}
+        self._ranks = {str(key): value for key, value in state_dict.items() if isinstance(value, RankState)}
         self.flat = bool(state_dict) and all(isinstance(value, torch.Tensor) for value in state_dict.values())
 
     def __contains__(self, key: str) -> bool:
@@ -187,7 +194,10 @@ class _Named:
             return True
         path = self._paths.get(key)
         if path:
-            return str(path[0]) in self._tops
+            top = str(path[0])
+            if len(path) > 1 and top in self._ranks and self._ranks[top].of_others(str(path[1])):
+                return False
+            return top in self._tops
         return key in self._tops or any(key.startswith(f"{top}.") for top in self._tops)
 
 

@@ -26,7 +26,8 @@ from torch_xla_ckpt._gc import without_collector
 from torch_xla_ckpt.device import TensorAccess, access_of
 from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
 from torch_xla_ckpt.layout import Box, Claim, assign, covers_exactly, find_flaws
-from torch_xla_ckpt.planner.objects import Encoded, encode
+from torch_xla_ckpt.planner.digest import digest
+from torch_xla_ckpt.planner.objects import Encoded, decode, encode
 from torch_xla_ckpt.planner.shards import LaidOut, ShardSource, compact, lay_out
 from torch_xla_ckpt.planner.tree import Leaf, Path, flatten
 
@@ -39,7 +40,7 @@ class LocalFacts:
 
     Args:
         paths: DCP's mapping from each key to its path in the state dict.
-        digests: for tensors that are not known to be equal on all processes, a digest of their data.
+        digests: for tensors and objects that are not known to be equal on all processes, a digest of their data.
         integers: positions in a key's path of what are integer keys of mappings. They go apart, because an
             ``IntegerKey`` arrives as a string.
     """
@@ -58,7 +59,8 @@ class SPMDSavePlanner(SavePlanner):
 
     A tensor that SPMD replicates may be written in parts by several processes. An ordinary host tensor too, if its
     data is the same on all of them; if it differs, the lowest rank's is saved and a warning names the key. Items
-    that are not tensors are saved from the lowest rank that has them.
+    that are not tensors are saved from the lowest rank that has them, with the same warning if they differ.
+    ``PerRank`` saves each rank's own.
 
     Args:
         access: how tensors are read from where they live. The default suits every tensor; simulated hosts pass
@@ -74,6 +76,7 @@ class SPMDSavePlanner(SavePlanner):
         self._leaves: dict[str, Leaf] = {}
         self._tensors: dict[str, LaidOut] = {}
         self._source = ShardSource({})
+        self._encoded: dict[str, bytes] = {}  # objects that had to be encoded to be compared
 
     @without_collector
     def set_up_planner(
@@ -88,6 +91,7 @@ class SPMDSavePlanner(SavePlanner):
             if isinstance(leaf.value, Encoded):
                 leaf.value.check()
         self._tensors = lay_out(tensors, self._access_of)
+        self._encoded = {}
         self._source = ShardSource(self._tensors)
 
     @without_collector
@@ -114,8 +118,8 @@ class SPMDSavePlanner(SavePlanner):
         _prove_complete(metadata)
         if divergent:
             logger.warning(
-                "these tensors differ between processes, and the lowest rank's is saved: %s. "
-                "To keep each process's own, put the rank in the key",
+                "these tensors and objects differ between processes, and the lowest rank's is saved: %s. To keep each "
+                "process's own, wrap the value in torch_xla_ckpt.PerRank, or put the rank in the key",
                 ", ".join(sorted(divergent)),
             )
         paths = {key: path for fact in reversed(facts) for key, path in _paths(fact)}
@@ -123,6 +127,8 @@ class SPMDSavePlanner(SavePlanner):
         return plans, Metadata(state_dict_metadata=metadata, planner_data=paths)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        written = {item.index.fqn for item in new_plan.items if item.tensor_data is None}
+        self._encoded = {key: data for key, data in self._encoded.items() if key in written}
         tensors = (item for item in new_plan.items if item.tensor_data is not None)
         self._source.announce((item.index.fqn, _box(item)) for item in tensors)
         return new_plan
@@ -130,9 +136,12 @@ class SPMDSavePlanner(SavePlanner):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         key = write_item.index.fqn
         if write_item.tensor_data is None:
-            value = self._leaves[key].value
-            return value.open() if isinstance(value, Encoded) else encode(key, value, self._to_host)
+            return io.BytesIO(self._encoded.pop(key)) if key in self._encoded else self._encode(key)
         return self._source.take(key, _box(write_item))
+
+    def _encode(self, key: str) -> io.BytesIO:
+        value = self._leaves[key].value
+        return value.open() if isinstance(value, Encoded) else encode(key, value, self._to_host)
 
     def part(self, item: WriteItem) -> int:
         """Which part of its tensor asking for the item's data brings to the host."""
@@ -151,11 +160,29 @@ class SPMDSavePlanner(SavePlanner):
         return lay_out({"": tensor}, self._access_of)[""].gather()
 
     def _digests(self) -> dict[str, bytes]:
-        """Of each tensor that other processes may hold with other data; none when there are no others."""
+        """Of all that other processes may hold with other data; none when there are no others."""
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return {}
         own = {key: held for key, held in self._tensors.items() if not held.layout.identical}
-        return {key: _digest(held.gather()) for key, held in own.items()}
+        objects = {key: leaf.value for key, leaf in self._leaves.items() if key not in self._tensors}
+        return {
+            **{key: _digest(held.gather()) for key, held in own.items()},
+            **{key: self._digest_of_object(key, value) for key, value in objects.items()},
+        }
+
+    def _digest_of_object(self, key: str, value: Any) -> bytes:
+        if isinstance(value, Encoded):
+            data = value.open()
+            try:
+                value = decode(key, data, (), trust_pickle=False)  # equal objects can be pickled in several ways
+            except CheckpointError:
+                return xxhash.xxh3_128_digest(data.getvalue())
+
+        def pickled() -> bytes:
+            self._encoded[key] = self._encode(key).getvalue()
+            return self._encoded[key]
+
+        return digest(value, pickled)
 
 
 @dataclass
@@ -266,8 +293,8 @@ def _divergent(facts: Sequence[LocalFacts]) -> set[str]:
     """Keys whose data is not the same on all processes that have them."""
     digests: dict[str, set[bytes]] = defaultdict(set)
     for fact in facts:
-        for key, digest in fact.digests.items():
-            digests[key].add(digest)
+        for key, one in fact.digests.items():
+            digests[key].add(one)
     return {key for key, seen in digests.items() if len(seen) > 1}
 
 
