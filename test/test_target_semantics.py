@@ -1,4 +1,4 @@
-"""Loading into a tensor does to views, aliases and autograd what ``copy_`` does; what cannot hold the data is refused."""
+"""Loads do to views, aliases and autograd what ``copy_`` does; targets that cannot hold the data are refused."""
 
 import logging
 import os
@@ -139,13 +139,13 @@ def test_overlap_is_told_from_sizes_and_strides():
 @pytest.mark.parametrize("place", ["host", "sharded"])
 def test_keys_that_are_one_tensor_are_named_if_their_values_differ(tmp_path, caplog, place):
     xc.save({"a": DATA, "b": DATA + 1, "c": DATA, "d": DATA}, tmp_path)
-    for keys, expected, named in ((("a", "b"), DATA + 1, True), (("b", "a"), DATA, True), (("c", "d"), DATA, False)):
+    for keys, expected, named in ((("a", "b"), DATA + 1, True), (("b", "a"), DATA + 1, True), (("c", "d"), DATA, False)):
         tensor = tensor_on(place, DATA)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             xc.load({keys[0]: tensor, keys[1]: tensor.detach()}, tmp_path)
         assert torch.equal(tensor.cpu(), expected)
-        assert ("are one tensor in the target" in caplog.text and ", ".join(keys) in caplog.text) == named
+        assert ("are one tensor in the target" in caplog.text and ", ".join(sorted(keys)) in caplog.text) == named
 
 
 def quantized(scale=0.1):
@@ -257,10 +257,10 @@ def test_a_quantized_module_comes_back_exactly(tmp_path):
         module.scale, module.zero_point = scale * 2, int(scale * 100)
         return module
 
-    saved = linear(0.07)
+    saved = linear(0.125)
     xc.save({"model": saved.state_dict()}, tmp_path)
     for restore in (through_load, through_restore):
-        module = linear(0.3)
+        module = linear(0.5)
         restore(module, tmp_path)
         assert torch.equal(module.weight().dequantize(), saved.weight().dequantize())
         assert torch.equal(module.bias(), saved.bias())
@@ -283,7 +283,7 @@ def test_quantized_items_of_other_checkpoints_are_never_loaded_raw(tmp_path, cap
 
     dcp.save({"g": {"q": quantized(), "w": torch.ones(4)}}, checkpoint_id=tmp_path)
     target = {"g": {"q": torch.zeros(4), "w": torch.zeros(4)}}
-    with pytest.raises(xc.MismatchError, match="g.q: .*without its scale"):
+    with pytest.raises(xc.MismatchError, match=r"g\.q: .*without its scale"):
         xc.load(target, tmp_path)
     assert not target["g"]["w"].any()
     with pytest.raises(xc.CheckpointError, match="quantized"):
@@ -298,7 +298,7 @@ def test_none_gives_way_to_what_was_saved(tmp_path):
     xc.save({"w": DATA, "g": {"a": torch.ones(2), "l": [torch.ones(1)]}}, tmp_path)
     for hollow in (None, []):
         target = {"w": hollow, "g": {"a": hollow, "l": hollow}}
-        report = xc.load(target, tmp_path, unexpected="error" if hollow is None else "restore")
+        report = xc.load(target, tmp_path)
         assert torch.equal(target["w"], DATA) and target["g"]["a"].tolist() == [1, 1]
         assert [one.tolist() for one in target["g"]["l"]] == [[1]]
         assert set(report.created) == {"w", "g.a", "g.l.0"}
