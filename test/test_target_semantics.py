@@ -139,7 +139,11 @@ def test_overlap_is_told_from_sizes_and_strides():
 @pytest.mark.parametrize("place", ["host", "sharded"])
 def test_keys_that_are_one_tensor_are_named_if_their_values_differ(tmp_path, caplog, place):
     xc.save({"a": DATA, "b": DATA + 1, "c": DATA, "d": DATA}, tmp_path)
-    for keys, expected, named in ((("a", "b"), DATA + 1, True), (("b", "a"), DATA + 1, True), (("c", "d"), DATA, False)):
+    for keys, expected, named in (
+        (("a", "b"), DATA + 1, True),
+        (("b", "a"), DATA + 1, True),
+        (("c", "d"), DATA, False),
+    ):
         tensor = tensor_on(place, DATA)
         caplog.clear()
         with caplog.at_level(logging.WARNING):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -406,12 +407,14 @@ def _set_what_is_made_anew(model: torch.nn.Module, loaded: Mapping[str, Any]) ->
     """Hand a module what its ``state_dict`` does not share with it: extra state, or what quantized modules unpack."""
     tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     own = {alias_of(tensor) for tensor in tensors.values()}
-    rest = {
-        key: value
+    rest = OrderedDict(
+        (key, value)
         for key, value in loaded.items()
         if key not in tensors and not (isinstance(value, torch.Tensor) and alias_of(value) in own)
-    }
+    )
     if rest:
+        # Modules tell by it in which format their state is.
+        rest._metadata = getattr(model.state_dict(), "_metadata", None)  # type: ignore[attr-defined]
         model.load_state_dict(rest, strict=False)
 
 
