@@ -82,7 +82,7 @@ def main():
 
     logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(name)s: %(message)s")
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=int(world))
-    modules = (scenarios, *map(importlib.import_module, ("async_scenarios", "manager_scenarios")))
+    modules = (scenarios, *map(importlib.import_module, ("async_scenarios", "manager_scenarios", "per_rank_scenarios")))
     run = next(getattr(module, scenario) for module in modules if hasattr(module, scenario))
     run(int(rank), int(world), folder)
     dist.destroy_process_group()

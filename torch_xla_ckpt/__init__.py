@@ -12,6 +12,7 @@ from torch_xla_ckpt.errors import (
     UnsafeObjectError,
 )
 from torch_xla_ckpt.manager import CheckpointManager, keep, when
+from torch_xla_ckpt.per_rank import PerRank
 from torch_xla_ckpt.planner import SPMDLoadPlanner, SPMDSavePlanner
 from torch_xla_ckpt.report import LoadReport, Outcome
 from torch_xla_ckpt.restoring import prime_optimizer, restore
@@ -30,6 +31,7 @@ __all__ = [
     "LoadReport",
     "MismatchError",
     "Outcome",
+    "PerRank",
     "ReplacedCheckpointError",
     "SPMDLoadPlanner",
     "SPMDSavePlanner",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -14,6 +15,8 @@ import torch
 
 from torch_xla_ckpt.device import make
 from torch_xla_ckpt.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 Sharding = Callable[[torch.nn.Module], object] | Mapping[str, Any]
 """A function that marks a module's tensors, or partition specs by name patterns."""
@@ -55,6 +58,7 @@ class Plan:
         self._there = [one for one in unique if one.tensor.device.type == "xla" and id(one.tensor) in self._specs]
         self._require_specs([one for one in unique if id(one.tensor) in self._specs])
         self._resets = _resets(self._to_move)
+        self._exchanged: list[tuple[torch.Tensor, torch.Tensor]] = []  # a tensor, and what it was before
         _require_no_weak_references(self._to_move)
 
     def _moves(self, tensor: torch.Tensor, sharded: bool) -> bool:
@@ -78,7 +82,7 @@ class Plan:
         """
         device = torch.device("xla" if self._on_xla else "cpu")
         for one in self._to_move:
-            _exchange(one, self._new(one, device, keep))
+            self._exchanged.append((one.tensor, _exchange(one.tensor, self._new(one, device, keep))))
         if self._resets:
             _without_random_numbers(self._resets, self._on_xla)
         for one in self._there:
@@ -88,6 +92,19 @@ class Plan:
                 xla.mark(one.tensor, *self._specs[id(one.tensor)])
         if self._mark is not None and not _is_cut(self._model):
             self._mark(self._model)
+
+    def undo(self) -> None:
+        """Make the tensors that ``run`` has moved what they were before: on the meta device, or in host memory."""
+        while self._exchanged:
+            tensor, before = self._exchanged.pop()
+            try:
+                torch.utils.swap_tensors(tensor, before)
+            except RuntimeError as error:
+                logger.warning("a tensor of the model could not be put back after a failed restore: %s", error)
+
+    def forget(self) -> None:
+        """Let go of what the tensors were before: nothing can fail any more."""
+        self._exchanged.clear()
 
     def _new(self, one: _Held, device: torch.device, keep: Container[str]) -> torch.Tensor:
         tensor = one.tensor
@@ -179,12 +196,16 @@ def _require_no_weak_references(moved: Sequence[_Held]) -> None:
         )
 
 
-def _exchange(one: _Held, new: torch.Tensor) -> None:
-    """Make a tensor what ``new`` is; it stays the same object for whoever holds it, such as an optimizer."""
-    old = one.tensor
+def _exchange(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Make a tensor what ``new`` is; it stays the same object for whoever holds it, such as an optimizer.
+
+    Returns:
+        What the tensor was before, as another object.
+    """
     if isinstance(old, torch.nn.Parameter):
         new = torch.nn.Parameter(new, requires_grad=old.requires_grad)
     torch.utils.swap_tensors(old, new)
+    return new
 
 
 def _without_random_numbers(resets: Sequence[Callable[[], object]], on_xla: bool) -> None:

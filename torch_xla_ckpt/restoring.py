@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,9 +15,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torch_xla_ckpt import api
-from torch_xla_ckpt.device import Placement, access_of, make, require_place
+from torch_xla_ckpt.device import Placement, access_of, alias_of, make, require_place
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.materialize import Plan, Sharding
+from torch_xla_ckpt.optimizer_state import SavedState, require_own_state
 from torch_xla_ckpt.planner.load import Place, copy_into
 from torch_xla_ckpt.planner.match import match, mismatch_error, paths_of, unexpected_mismatches
 from torch_xla_ckpt.planner.objects import AllowedType
@@ -100,45 +103,67 @@ def restore(
         metadata = storage_reader.read_metadata()
         keys = _Keys(metadata, model, model_key, optimizer, optimizer_key, state or {})
     groups: list[Any] = [] if optimizer is None else _saved_groups(keys.optimizer, options)
+    plan: Plan | None = None
     with together():
         slots: dict[Any, _Slot] = {}
         parts: list[_Part] = []
         if optimizer is not None:
             slots = _slots(optimizer, groups, keys.optimizer)
-            parts = _parts(metadata, keys.optimizer, optimizer, slots, placement)
+            parts = _parts(metadata, keys.optimizer, slots, placement)
+            require_own_state(keys.optimizer, optimizer, groups, _saved_state(slots, parts))
         if model is not None:
             plan = Plan(model, sharding, mesh)
             kept = _require_fit(metadata, keys, model, Policy(missing, unexpected, dtype, rename))
-    with together():
+    with _put_back_if_it_fails(plan, optimizer):
+        if plan is not None:
+            with together():
+                plan.run(kept)
+        target: dict[str, Any] = dict(state or {})
         if model is not None:
-            plan.run(kept)
-
-    target: dict[str, Any] = dict(state or {})
-    if model is not None:
-        target |= keys.nested(model)
-    created: set[str] = set()
-    if optimizer is not None:
-        target[keys.optimizer], created = _optimizer_target(optimizer, slots, groups, parts)
-    report = api.load(
-        target,
-        missing=missing,
-        unexpected=unexpected,
-        dtype=dtype,
-        rename=rename,
-        placement=placement,
-        **options,
-    )
+            target |= keys.nested(model)
+        created: set[str] = set()
+        if optimizer is not None:
+            target[keys.optimizer], created = _optimizer_target(optimizer, slots, groups, parts)
+        report = api.load(
+            target,
+            missing=missing,
+            unexpected=unexpected,
+            dtype=dtype,
+            rename=rename,
+            placement=placement,
+            **options,
+        )
+        with together():
+            if model is not None:
+                _set_what_is_made_anew(model, keys.taken(target))
+            if optimizer is not None:
+                optimizer.load_state_dict(target[keys.optimizer])
     if state is not None:
         state.update({key: target[key] for key in state})
-    if model is not None:
-        _set_extra_state(model, keys.taken(target))
-    if optimizer is not None:
-        optimizer.load_state_dict(target[keys.optimizer])
     outcomes = {
         key: replace(outcome, status="created") if key in created and outcome.status == "loaded" else outcome
         for key, outcome in report.outcomes.items()
     }
     return replace(report, outcomes=outcomes)
+
+
+@contextmanager
+def _put_back_if_it_fails(plan: Plan | None, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Undo, if the block fails, what was done to a module's tensors and to an optimizer's groups and state.
+
+    Tensors that were on devices already, and have been loaded by then, keep what was loaded.
+    """
+    before = None if optimizer is None else (optimizer.param_groups, optimizer.state)
+    try:
+        yield
+    except BaseException:
+        if plan is not None:
+            plan.undo()
+        if optimizer is not None and before is not None:
+            optimizer.param_groups, optimizer.state = before
+        raise
+    if plan is not None:
+        plan.forget()
 
 
 def prime_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -154,10 +179,11 @@ def prime_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class _Slot:
-    """A parameter of an optimizer, and the options of its group."""
+    """A parameter of an optimizer, with the options and the position of its group."""
 
     param: torch.Tensor
     group: Mapping[str, Any]
+    number: int
 
     def placement(self, name: str, shape: torch.Size) -> Placement | None:
         if name == "step" and not (self.group.get("capturable") or self.group.get("fused")):
@@ -273,8 +299,8 @@ def _slots(optimizer: torch.optim.Optimizer, groups: Sequence[Any], key: str) ->
             "optimizer the groups it had when it was saved"
         )
     return {
-        name: _Slot(param, {**group, **{k: v for k, v in saved_group.items() if k != "params"}})
-        for names, group, saved_group in zip(saved, optimizer.param_groups, groups)
+        name: _Slot(param, {**group, **{k: v for k, v in saved_group.items() if k != "params"}}, number)
+        for number, (names, group, saved_group) in enumerate(zip(saved, optimizer.param_groups, groups))
         for name, param in zip(names, group["params"])
     }
 
@@ -301,18 +327,28 @@ class _Part:
         return make(self.shape, self.dtype, place)
 
     def existing(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+        """The optimizer's own tensor, if data can be loaded into it and it lies where its parameter does."""
         here: Any = optimizer.state.get(self.slot.param, {})
         for element in self.path[3:]:
             if not isinstance(here, Mapping) or element not in here:
                 return None
             here = here[element]
-        return here if isinstance(here, torch.Tensor) and here.shape == self.shape else None
+        if not isinstance(here, torch.Tensor) or here.shape != self.shape or here.device.type == "meta":
+            return None
+        return here if not here.ndim or here.device.type == self.slot.param.device.type else None
+
+
+def _saved_state(slots: Mapping[Any, _Slot], parts: Sequence[_Part]) -> list[SavedState]:
+    """What the checkpoint has for each parameter."""
+    shapes: dict[int, dict[str, torch.Size | None]] = {id(slot): {} for slot in slots.values()}
+    for part in parts:
+        shapes[id(part.slot)][str(part.path[3])] = part.shape if len(part.path) == 4 else None
+    return [SavedState(str(name), slot.param, slot.number, shapes[id(slot)]) for name, slot in slots.items()]
 
 
 def _parts(
     metadata: Metadata,
     top: str,
-    optimizer: torch.optim.Optimizer,
     slots: Mapping[Any, _Slot],
     placement: Place | None,
 ) -> list[_Part]:
@@ -335,7 +371,7 @@ def _parts(
         if isinstance(saved, TensorStorageMetadata):
             shape, dtype = torch.Size(saved.size), saved.properties.dtype
             part = replace(part, shape=shape, dtype=dtype)
-            if placement is not None and part.existing(optimizer) is None:
+            if placement is not None:
                 place = placement(key, shape, dtype)
                 try:
                     require_place(place, shape)
@@ -367,10 +403,19 @@ def _state_paths(metadata: Metadata, top: str) -> Iterator[tuple[str, Path]]:
             yield key, path
 
 
-def _set_extra_state(model: torch.nn.Module, loaded: Mapping[str, Any]) -> None:
-    extra = {key: value for key, value in loaded.items() if key.rpartition(".")[2] == "_extra_state"}
-    if extra:
-        model.load_state_dict(extra, strict=False)
+def _set_what_is_made_anew(model: torch.nn.Module, loaded: Mapping[str, Any]) -> None:
+    """Hand a module what its ``state_dict`` does not share with it: extra state, or what quantized modules unpack."""
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    own = {alias_of(tensor) for tensor in tensors.values()}
+    rest = OrderedDict(
+        (key, value)
+        for key, value in loaded.items()
+        if key not in tensors and not (isinstance(value, torch.Tensor) and alias_of(value) in own)
+    )
+    if rest:
+        # Modules tell by it in which format their state is.
+        rest._metadata = getattr(model.state_dict(), "_metadata", None)  # type: ignore[attr-defined]
+        model.load_state_dict(rest, strict=False)
 
 
 def _sharded_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,30 @@ device that plain torch can copy from), ``xla`` for tensors on XLA devices, ``sn
 without torch_xla.
 """
 
-from torch_xla_ckpt.device.access import Placement, TensorAccess, access_of, make, require_place
+from torch_xla_ckpt.device.access import (
+    Placement,
+    TensorAccess,
+    access_of,
+    alias_of,
+    data_changed,
+    make,
+    require_kind,
+    require_place,
+    require_target,
+)
 from torch_xla_ckpt.device.snapshot import Copy, HostCopy, Snapshot
 
-__all__ = ["Copy", "HostCopy", "Placement", "Snapshot", "TensorAccess", "access_of", "make", "require_place"]
+__all__ = [
+    "Copy",
+    "HostCopy",
+    "Placement",
+    "Snapshot",
+    "TensorAccess",
+    "access_of",
+    "alias_of",
+    "data_changed",
+    "make",
+    "require_kind",
+    "require_place",
+    "require_target",
+]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torch_xla_ckpt.device.snapshot import Snapshot, SnapshotAccess
+from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.layout import Box, TensorLayout
 
 _SNAPSHOTS = SnapshotAccess()
@@ -39,6 +40,8 @@ class TensorAccess(Protocol):
     def put(self, tensor: torch.Tensor, layout: TensorLayout, shards: Mapping[Box, torch.Tensor]) -> None:
         """Replace the tensor's data in place.
 
+        As after ``copy_``, views of the tensor see the new data, and autograd knows that it changed.
+
         ``shards`` has for each box of the layout one host tensor of the layout's shard shape, the box's elements
         first and padding after them; replicas of a box share it.
         """
@@ -58,6 +61,58 @@ def _access(device_type: str) -> TensorAccess:
     from torch_xla_ckpt.device.host import HostAccess
 
     return HostAccess()
+
+
+def require_kind(tensor: torch.Tensor) -> None:
+    """Show that a tensor is of a kind that can be saved and loaded; it may be on the meta device.
+
+    Raises:
+        CheckpointError: it is quantized, nested, sparse, a wrapper of other tensors, or has partial placements.
+    """
+    if tensor.device.type not in ("xla", "meta"):
+        from torch_xla_ckpt.device import host
+
+        host.require_kind(tensor)
+
+
+def require_target(tensor: torch.Tensor) -> None:
+    """Show that data can be loaded into a tensor in place.
+
+    Raises:
+        CheckpointError: several of its elements share a place in memory, so that it cannot hold what was saved.
+    """
+    if tensor.device.type == "xla":
+        from torch_xla_ckpt.device import xla
+
+        overlaps = xla.overlaps_itself(tensor)
+    else:
+        from torch_xla_ckpt.device import host
+
+        overlaps = type(tensor) is not Snapshot and host.overlaps_itself(tensor)
+    if overlaps:
+        raise CheckpointError(
+            "several elements of the target share one place in memory (as after expand), so that it cannot hold the "
+            "saved values. Nothing was loaded. Load into tensor.clone()"
+        )
+
+
+def alias_of(tensor: torch.Tensor) -> Hashable:
+    """An identity that tensors share if they are the same data in the same order, such as tied weights."""
+    if tensor.device.type == "xla":
+        from torch_xla_ckpt.device import xla
+
+        return xla.alias_of(tensor)
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if type(tensor) is Snapshot or not local.numel():
+        return id(tensor)
+    return local.device, local.data_ptr(), local.shape, local.stride(), local.dtype
+
+
+def data_changed(tensor: torch.Tensor) -> None:
+    """Let autograd know that the data of a tensor in host memory was replaced behind its back."""
+    from torch_xla_ckpt.device import host
+
+    host.data_changed(tensor)
 
 
 def require_place(place: Placement | None, shape: torch.Size) -> None:

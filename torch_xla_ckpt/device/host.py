@@ -6,11 +6,17 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CheckpointError
-from torch_xla_ckpt.layout import Box, Shard, TensorLayout
+from torch_xla_ckpt.layout import Box, Shard, TensorLayout, elements_overlap
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class HostAccess:
@@ -20,14 +26,7 @@ class HostAccess:
         pass
 
     def layout(self, tensor: torch.Tensor) -> TensorLayout:
-        if _dcp.is_sharded_tensor(tensor):
-            raise CheckpointError("a ShardedTensor cannot be saved or loaded. Use DTensor, which replaces it in torch")
-        if tensor.device.type == "meta":
-            raise CheckpointError("a tensor on the meta device has no data. Give it a device first (module.to_empty)")
-        if tensor.layout != torch.strided:
-            raise CheckpointError(
-                "a sparse tensor cannot be saved or loaded. Use its indices and values, or tensor.to_dense()"
-            )
+        require_kind(tensor)
         if not isinstance(tensor, DTensor):
             return _whole(tuple(tensor.shape), tensor.dtype, str(tensor.device))
         box = _dcp.dtensor_box(tensor)
@@ -37,7 +36,7 @@ class HostAccess:
             shards=(Shard(box, str(tensor.device), 0),) if box is not None else (),
             shard_shape=box.sizes if box is not None else tuple(tensor.shape),
             sharding=str(tuple(tensor.placements)),
-            identical=not any(placement.is_partial() for placement in tensor.placements),
+            identical=True,  # replicas of a DTensor are equal; partial placements are refused
         )
 
     def fetch(self, tensor: torch.Tensor, layout: TensorLayout, part: int = 0) -> Mapping[Box, torch.Tensor]:
@@ -60,6 +59,105 @@ class HostAccess:
     def put(self, tensor: torch.Tensor, layout: TensorLayout, shards: Mapping[Box, torch.Tensor]) -> None:
         with torch.no_grad():
             _local(tensor).detach().copy_(shards[layout.shards[0].box])
+        if isinstance(tensor, DTensor):
+            data_changed(tensor)
+
+
+def require_kind(tensor: torch.Tensor) -> None:
+    """Show that a tensor's data is one strided block of elements, which is what a checkpoint stores.
+
+    Raises:
+        CheckpointError: it is not; with the kind of tensor, and what to do.
+    """
+    refusal = _refusal(tensor)
+    if refusal is not None:
+        raise CheckpointError(refusal)
+
+
+def _refusal(tensor: torch.Tensor) -> str | None:
+    if _dcp.is_sharded_tensor(tensor):
+        return "a ShardedTensor cannot be saved or loaded. Use DTensor, which replaces it in torch"
+    if is_lazy(tensor):
+        return "an uninitialized parameter of a lazy module has no data. Run the module once, or give it its shape"
+    if tensor.is_nested:
+        kind = "jagged" if tensor.layout == torch.jagged else "nested"
+        return (
+            f"a {kind} tensor (torch.nested) cannot be saved or loaded. Save its parts: tensor.values() and "
+            "tensor.offsets() of a jagged tensor, or the list that tensor.unbind() returns"
+        )
+    if tensor.layout != torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.").removeprefix("_")
+        parts = "" if layout == "mkldnn" else "its indices and values, or "
+        return f"a tensor with the layout {layout} cannot be saved or loaded. Use {parts}tensor.to_dense()"
+    if tensor.is_quantized:
+        return (
+            f"a quantized tensor ({tensor.dtype}) cannot be saved or loaded, because a checkpoint has no place for its "
+            "scale and zero point. Save tensor.int_repr() and the scale and zero point (q_scale(), q_zero_point(), or "
+            "those per channel) as items of their own, or put the tensor in a tuple, which is saved as one object"
+        )
+    if tensor.device.type == "meta":
+        return "a tensor on the meta device has no data. Give it a device first (module.to_empty)"
+    if isinstance(tensor, DTensor):
+        return _refusal_of_dtensor(tensor)
+    if torch._is_functional_tensor(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "a tensor inside a transform (torch.func, torch.vmap) has no data of its own. Save outside of it"
+    return None if type(tensor) in _PLAIN else _refusal_of_subclass(tensor)
+
+
+def _refusal_of_dtensor(tensor: DTensor) -> str | None:
+    if any(placement.is_partial() for placement in tensor.placements):
+        return (
+            f"a DTensor with the placements {tuple(tensor.placements)} holds a partial value on each rank, and its "
+            "value is their reduction. Make it a Replicate or Shard first: "
+            "tensor.redistribute(placements=[Replicate(), ...])"
+        )
+    return _refusal(tensor.to_local())
+
+
+def _refusal_of_subclass(tensor: torch.Tensor) -> str | None:
+    if isinstance(tensor, FakeTensor):
+        return "a FakeTensor has no data. Save outside of FakeTensorMode"
+    if isinstance(tensor, AsyncCollectiveTensor) or not tensor.numel() or _has_memory(tensor):
+        return None
+    inner = ""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        inner = f" ({', '.join(names)})"
+    return (
+        f"a {type(tensor).__name__} wraps other tensors{inner} and has no memory of its own. Save these as items of "
+        "their own, or convert it to an ordinary tensor"
+    )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        return _plain(tensor).data_ptr() != 0
+    except (RuntimeError, TypeError):  # there is no storage, or the class does not let torch look
+        return False
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its subclass, so that nobody needs the class to read what is saved."""
+    if type(tensor) in _PLAIN:
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor)
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a tensor in host memory lie at the same place, as after ``expand``."""
+    local = _local(tensor)
+    return elements_overlap(tuple(local.shape), local.stride())
+
+
+def data_changed(tensor: torch.Tensor) -> None:
+    """Let autograd know that a tensor's data was replaced, as it knows after ``copy_``.
+
+    A backward pass that needs the old data then raises an error. Tensors made in inference mode take no part in
+    autograd.
+    """
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
 
 
 @lru_cache(maxsize=4096)
@@ -70,4 +168,6 @@ def _whole(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> TensorLay
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This process's part of a tensor, as an ordinary tensor."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else _plain(local)

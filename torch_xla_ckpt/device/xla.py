@@ -24,9 +24,14 @@ import torch_xla.runtime as xr
 from torch_xla import _XLAC
 from torch_xla.distributed.spmd import XLAShardedTensor
 
+from torch_xla_ckpt.device.host import data_changed
 from torch_xla_ckpt.errors import CheckpointError
-from torch_xla_ckpt.layout import Box, Shard, TensorLayout
+from torch_xla_ckpt.layout import Box, Shard, TensorLayout, elements_overlap
 
+# Steps by which a view can show one element several times.
+_REPEATING = tuple(
+    getattr(torch._C._functionalization, f"{name}_ViewMeta") for name in ("expand", "unfold", "as_strided")
+)
 _TILES = re.compile(r"devices=\[([\d,]+)\]")
 
 
@@ -91,6 +96,8 @@ class XlaAccess:
         return None
 
     def put(self, tensor: torch.Tensor, layout: TensorLayout, shards: Mapping[Box, torch.Tensor]) -> None:
+        if isinstance(tensor, XLAShardedTensor):
+            data_changed(tensor)
         tensor = _unwrapped(tensor)
         if not _tiled(_XLAC._get_xla_sharding_spec(tensor)):
             data = shards[layout.shards[0].box]
@@ -114,10 +121,43 @@ class XlaAccess:
         padding = {box: torch.zeros(layout.shard_shape, dtype=layout.dtype) for box in hollow}
         parts = [padding[shard.box] if shard.box in hollow else shards[shard.box] for shard in layout.shards]
         _XLAC._load_local_shards(tensor, parts, [shard.device for shard in layout.shards])
+        _data_changed(tensor)
 
     def devices(self) -> list[str]:
         """Names of this process's devices, in the order in which the runtime lists shards."""
         return _XLAC._xla_get_runtime_devices()
+
+
+def _data_changed(tensor: torch.Tensor) -> None:
+    """Tell views and autograd that a tensor has new shards, as ``copy_`` does."""
+    if torch._is_functional_tensor(tensor):
+        torch._functionalize_commit_update(tensor)  # views are computed again from the new data when they are used
+    data_changed(tensor)
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether one element of what a view was made of stands for several elements of the view.
+
+    XLA tensors have the strides of contiguous ones, whatever they view. What a view was made by tells: where its base
+    is known, by the strides that the same view of an ordinary tensor has; otherwise ``expand`` and its kin are
+    refused.
+    """
+    tensor = _unwrapped(tensor)
+    if not torch._is_functional_tensor(tensor) or tensor.numel() < 2:
+        return False
+    steps = torch._C._functionalization.get_view_meta_sequence(tensor)
+    if not any(isinstance(step, _REPEATING) for step in steps):
+        return False
+    base = tensor._base if tensor._is_view() else None
+    if base is None:
+        return True
+    replayed = tensor._view_func_unsafe(torch.empty(base.shape, dtype=base.dtype, device="meta"))
+    return elements_overlap(tuple(replayed.shape), replayed.stride())
+
+
+def alias_of(tensor: torch.Tensor) -> tuple[str, int]:
+    """An identity that a tensor shares with its ``detach()`` and ``data``, not with its views."""
+    return "xla", _XLAC._xla_get_tensor_id(_unwrapped(tensor))
 
 
 def compute_pending() -> None:

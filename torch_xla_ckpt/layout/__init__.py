@@ -8,6 +8,7 @@ from torch_xla_ckpt.layout.box import Box, BoxArray, Integers
 from torch_xla_ckpt.layout.cover import Flaw, covers_exactly, find_flaws
 from torch_xla_ckpt.layout.overlap import ChunkIndex
 from torch_xla_ckpt.layout.ownership import Claim, assign
+from torch_xla_ckpt.layout.strides import elements_overlap
 from torch_xla_ckpt.layout.tensor import Shard, TensorLayout
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "TensorLayout",
     "assign",
     "covers_exactly",
+    "elements_overlap",
     "find_flaws",
 ]

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import sys
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-logger = logging.getLogger(__name__)
+from torch_xla_ckpt.planner.ranks import RankState
 
 
 class Generators:
     """A ``Stateful`` of this process's generators: torch, numpy, python, and the seed of the XLA devices.
+
+    If the number of ranks has changed, a rank without generators in the checkpoint keeps what it has, with a warning.
 
     Args:
         rank: of the process; every one has a state of its own.
@@ -22,28 +24,18 @@ class Generators:
     """
 
     def __init__(self, rank: int, empty: bool = False):
-        self._rank = f"rank{rank}"
+        self._rank = rank
         self._empty = empty
 
     def state_dict(self) -> dict[str, Any]:
-        if self._empty:
-            return {}
-        state: dict[str, Any] = {
-            "torch": torch.get_rng_state(),
-            "numpy": np.random.get_state(legacy=False),
-            "python": random.getstate(),
-        }
-        if "torch_xla" in sys.modules:
-            from torch_xla_ckpt.device import xla
-
-            state["xla"] = xla.seed()
-        return {self._rank: state}
+        several = dist.is_available() and dist.is_initialized()
+        ranks = dist.get_world_size() if several else 1
+        return RankState({} if self._empty else _state(), self._rank, max(ranks, self._rank + 1), resize="warn")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        own = state.get(self._rank)
-        if own is None:
-            logger.warning("the checkpoint has no random generators of %s; they stay as they are", self._rank)
-            return
+        own = state.get(f"rank{self._rank}")
+        if not own:
+            return  # the load has said so
         torch.set_rng_state(own["torch"])
         np.random.set_state(own["numpy"])
         random.setstate(own["python"])
@@ -51,3 +43,16 @@ class Generators:
             from torch_xla_ckpt.device import xla
 
             xla.set_seed(own["xla"])
+
+
+def _state() -> dict[str, Any]:
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(legacy=False),
+        "python": random.getstate(),
+    }
+    if "torch_xla" in sys.modules:
+        from torch_xla_ckpt.device import xla
+
+        state["xla"] = xla.seed()
+    return state

@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt._gc import without_collector
-from torch_xla_ckpt.device import Placement, TensorAccess, access_of, make
+from torch_xla_ckpt.device import Placement, TensorAccess, access_of, alias_of, data_changed, make
 from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
 from torch_xla_ckpt.layout import Box, ChunkIndex, Flaw, covers_exactly, find_flaws
 from torch_xla_ckpt.planner.buffers import Buffers
@@ -33,7 +33,7 @@ from torch_xla_ckpt.planner.match import (
 )
 from torch_xla_ckpt.planner.objects import AllowedType, decode
 from torch_xla_ckpt.planner.policy import Dtype, Missing, Policy, Rename, Unexpected
-from torch_xla_ckpt.planner.shards import LaidOut, lay_out
+from torch_xla_ckpt.planner.shards import LaidOut, lay_out, require_targets
 from torch_xla_ckpt.planner.tree import Growth, Leaf, Path, flatten
 from torch_xla_ckpt.report import Outcome
 
@@ -138,21 +138,24 @@ class SPMDLoadPlanner(LoadPlanner):
         self._objects: dict[str, Any] = {}
         self._created: dict[str, Any] = {}
         self._completed = False
-        tensors = {key: self._leaves[key].value for key in found.tensors if key not in found.created}
+        new = {*found.created, *found.replaced}
+        tensors = {key: self._leaves[key].value for key in found.tensors if key not in new}
         if not found.mismatches:
-            tensors |= self._made(key for key in found.tensors if key in found.created)
+            tensors |= self._made({key: source for key, source in found.tensors.items() if key in new})
         laid_out = lay_out(tensors, self._access_of)
+        require_targets(tensors)
         self._buffers = Buffers()
         self._targets = {key: _Target(held, self._buffers) for key, held in laid_out.items()}
+        _join_aliases(self._targets)
         self._accesses = {type(held.access): held.access for held in laid_out.values()}
         self._unfinished = 0
         self._uploading = 0
         self.put_seconds = 0.0
 
-    def _made(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-        """New tensors for keys that the target lacks."""
-        for key in keys:
-            saved = self._metadata.state_dict_metadata[key]
+    def _made(self, sources: Mapping[str, str]) -> dict[str, torch.Tensor]:
+        """New tensors for keys that the target lacks, or has a placeholder for; given with their saved keys."""
+        for key, source in sources.items():
+            saved = self._metadata.state_dict_metadata[source]
             assert isinstance(saved, TensorStorageMetadata)
             shape, dtype = torch.Size(saved.size), saved.properties.dtype
             place = None if self._placement is None else self._placement(key, shape, dtype)
@@ -252,6 +255,8 @@ class SPMDLoadPlanner(LoadPlanner):
                     else:
                         leaf = self._leaves[key]
                         self._growth.replace(leaf, _loaded(leaf, value, self._access_of))
+                for key in self._match.replaced:
+                    self._growth.replace(self._leaves[key], self._created[key])
                 self._growth.insert((path, self._created[key]) for key, path in self._match.created.items())
             except BaseException:
                 self._growth.undo()
@@ -307,6 +312,7 @@ class _Target:
         self._pool = buffers
         self.boxes = held.layout.boxes
         self.waiting = 0  # reads still to come
+        self.aliases: _Aliases | None = None
         self._buffers: dict[Box, torch.Tensor] = {}
         self._memory: torch.Tensor | None = None  # the tensor's own, where it needs no buffer
         self._by_offset = {torch.Size(box.offsets): box for box in self.boxes}
@@ -314,7 +320,7 @@ class _Target:
     def expect(self, reads: int) -> None:
         """Say how many reads fill the tensor. What a single one fills is never half there, and needs no buffer."""
         self.waiting = reads
-        if reads == 1:
+        if reads == 1 and self.aliases is None:
             self._memory = self.held.access.memory(self.held.tensor)
 
     @property
@@ -334,6 +340,14 @@ class _Target:
             self._buffers[box] = buffer if box.sizes == layout.shard_shape else buffer.zero_()
         return self._buffers[box][tuple(slice(n) for n in box.sizes)]
 
+    def equals(self, other: _Target) -> bool:
+        """Whether the buffers of two complete targets of one layout are alike, bit for bit."""
+        return all(torch.equal(_bits(self._buffers[box]), _bits(other._buffers[box])) for box in self.boxes)
+
+    def drop(self) -> None:
+        """Let the buffers go."""
+        self._buffers = {}
+
     def adopt(self, index: MetadataIndex, tensor: torch.Tensor) -> bool:
         """Use ``tensor`` as the buffer of the box at ``index``, if it is just what the device holds of it."""
         assert index.offset is not None
@@ -348,11 +362,60 @@ class _Target:
     def put(self) -> int:
         """Hand the buffers to the devices; returns their bytes."""
         if self._memory is not None:
+            data_changed(self.held.tensor)
             return 0
+        return self._put() if self.aliases is None else self.aliases.put(self)
+
+    def _put(self) -> int:
         self.held.access.put(self.held.tensor, self.held.layout, self._buffers)
         nbytes = sum(buffer.nbytes for buffer in self._buffers.values())
         self._buffers = {}
         return nbytes
+
+
+class _Aliases:
+    """Keys of the target that are one tensor, such as tied weights.
+
+    The checkpoint may have other values for each. As with ``load_state_dict``, the last key's are the tensor's in the
+    end; here a warning says so.
+
+    Args:
+        targets: by key, in the target's order.
+    """
+
+    def __init__(self, targets: Mapping[str, _Target]):
+        self._targets = targets
+        self._waiting = len(targets)
+
+    def put(self, _: _Target) -> int:
+        """Take note that one more key is complete; with the last one, hand the buffers to the devices."""
+        self._waiting -= 1
+        if self._waiting:
+            return 0
+        *others, (chosen, target) = self._targets.items()
+        other = [key for key, twin in others if not target.equals(twin)]
+        if other:
+            logger.warning(
+                "these keys are one tensor in the target, and the checkpoint has different values for them: %s. The "
+                "tensor has the values of %r. To load the others too, give each key a tensor of its own",
+                ", ".join([*other, chosen]),
+                chosen,
+            )
+        for twin in self._targets.values():
+            if twin is not target:
+                twin.drop()
+        return target._put()
+
+
+def _join_aliases(targets: Mapping[str, _Target]) -> None:
+    same: dict[Hashable, dict[str, _Target]] = {}
+    for key, target in targets.items():
+        same.setdefault(alias_of(target.held.tensor), {})[key] = target
+    for twins in same.values():
+        if len(twins) > 1:
+            aliases = _Aliases(twins)
+            for target in twins.values():
+                target.aliases = aliases
 
 
 def _reads(
@@ -399,10 +462,21 @@ def _loaded(leaf: Leaf, loaded: Any, access_of: Callable[[torch.Tensor], TensorA
     if old_tree != new_tree:
         return loaded
     for place, (target, value) in enumerate(zip(old, new)):
-        if isinstance(target, torch.Tensor) and isinstance(value, torch.Tensor) and target.shape == value.shape:
+        if not isinstance(target, torch.Tensor) or not isinstance(value, torch.Tensor):
+            continue
+        if not any(map(_is_more_than_elements, (target, value))) and target.shape == value.shape:
             copy_into([(target, value)], access_of)
             new[place] = target
     return pytree.tree_unflatten(new, new_tree)
+
+
+def _is_more_than_elements(tensor: torch.Tensor) -> bool:
+    """Whether the elements alone do not make a tensor: a quantized one, say, has a scale too."""
+    return tensor.is_quantized or tensor.is_nested or tensor.layout != torch.strided
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _is_optimizer_state(path: Path, paths: Mapping[str, Path]) -> bool:
@@ -429,7 +503,9 @@ def copy_into(
         pairs: of a target and the whole tensor.
         access_of: how targets are written to.
     """
-    laid_out = lay_out({str(number): target for number, (target, _) in enumerate(pairs)}, access_of)
+    targets = {str(number): target for number, (target, _) in enumerate(pairs)}
+    laid_out = lay_out(targets, access_of)
+    require_targets(targets)
     for held, (_, value) in zip(laid_out.values(), pairs):
         whole = _Target(held, Buffers())
         for box in whole.boxes:

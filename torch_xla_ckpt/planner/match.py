@@ -11,12 +11,14 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from torch_xla_ckpt.errors import MismatchError
 from torch_xla_ckpt.planner.policy import Policy, unwrapped
+from torch_xla_ckpt.planner.ranks import RankState, misfits
 from torch_xla_ckpt.planner.tree import Growth, Leaf, Path, is_placeholder
 from torch_xla_ckpt.report import STATUSES, Outcome
 
 Saved = TensorStorageMetadata | BytesStorageMetadata
 LOADED = Outcome("loaded")  # one for all of the many keys that simply fit
-Kind = Literal["missing", "shape", "type", "dtype", "unexpected"]
+_QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+Kind = Literal["missing", "shape", "type", "dtype", "unexpected", "ranks"]
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,8 @@ class Mismatch:
     """A key for which target and checkpoint do not fit each other.
 
     ``kind`` is "missing" (the checkpoint lacks the key), "shape", "type" (one is a tensor, the other is not), "dtype"
-    or "unexpected" (the target lacks it); the last two only where the policy says so. ``target`` and ``saved`` say what
-    each side has.
+    or "unexpected" (the target lacks it), these two only where the policy says so, or "ranks" (a ``PerRank`` was saved
+    by another number of ranks). ``target`` and ``saved`` say what each side has.
     """
 
     key: str
@@ -49,6 +51,7 @@ class Match:
         tensors: keys of the target to load as tensors, with the saved key of each.
         objects: the same for objects.
         created: paths of saved keys to create, in the order in which to insert them.
+        replaced: keys of the target that hold a placeholder, which a new tensor is to replace.
         outcomes: what becomes of every key: the target's, and those saved keys that go nowhere or are created.
         mismatches: keys that make the load fail.
     """
@@ -56,6 +59,7 @@ class Match:
     tensors: dict[str, str] = field(default_factory=dict)
     objects: dict[str, str] = field(default_factory=dict)
     created: dict[str, Path] = field(default_factory=dict)
+    replaced: set[str] = field(default_factory=set)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     mismatches: list[Mismatch] = field(default_factory=list)
 
@@ -81,9 +85,14 @@ def match(
         policy.require_use_of_patterns({*leaves, *saved_items})
     sources = _sources(leaves, saved_items, paths, policy)
     found = Match()
+    others = misfits(state_dict, [*saved_items, *(policy.renamed(saved_items)[0])], policy.asks_for)
+    found.mismatches += [Mismatch(key, "ranks", *both) for key, both in others.items()]
+    lacking = {key for key, value in state_dict.items() if isinstance(value, RankState) and value.lacking}
     for key, leaf in leaves.items():
         if not policy.asks_for(key):
             found.outcomes[key] = Outcome("not requested")
+        elif leaf.path[0] in lacking:
+            found.outcomes[key] = Outcome("missing")
         elif key in sources:
             _add(found, key, leaf, sources[key], saved_items[sources[key]], policy)
         elif not _awaits(leaf, key, paths):
@@ -101,7 +110,7 @@ def match(
             found.outcomes[key] = Outcome("not requested")
     create = policy.unexpected == "restore" and not named.flat
     for key in _in_order(unexpected, paths):
-        if create and key in paths and growth.has_room(paths[key]):
+        if create and key in paths and not _is_quantized(saved_items[key]) and growth.has_room(paths[key]):
             found.created[key] = paths[key]
             found.outcomes[key] = Outcome("created")
             kind = found.tensors if isinstance(saved_items[key], TensorStorageMetadata) else found.objects
@@ -177,6 +186,7 @@ class _Named:
     def __init__(self, state_dict: Mapping[Any, Any], paths: Mapping[str, Path]):
         self._paths = paths
         self._tops = {str(key) for key in state_dict}
+        self._ranks = {str(key): value for key, value in state_dict.items() if isinstance(value, RankState)}
         self.flat = bool(state_dict) and all(isinstance(value, torch.Tensor) for value in state_dict.values())
 
     def __contains__(self, key: str) -> bool:
@@ -184,7 +194,10 @@ class _Named:
             return True
         path = self._paths.get(key)
         if path:
-            return str(path[0]) in self._tops
+            top = str(path[0])
+            if len(path) > 1 and top in self._ranks and self._ranks[top].of_others(str(path[1])):
+                return False
+            return top in self._tops
         return key in self._tops or any(key.startswith(f"{top}.") for top in self._tops)
 
 
@@ -211,6 +224,11 @@ def _sources(
 
 
 def _add(found: Match, key: str, leaf: Leaf, source: str, saved: Saved, policy: Policy) -> None:
+    if is_placeholder(leaf.value) and isinstance(saved, TensorStorageMetadata) and not _is_quantized(saved):
+        found.tensors[key] = source
+        found.replaced.add(key)
+        found.outcomes[key] = Outcome("created", None if source == key else source)
+        return
     kind = _compare(leaf, saved, policy)
     if kind is not None:
         found.mismatches.append(Mismatch(key, kind, _describe_leaf(leaf), _describe(saved)))
@@ -235,9 +253,14 @@ def _compare(leaf: Leaf, saved: Saved, policy: Policy) -> Kind | None:
     if isinstance(saved, TensorStorageMetadata):
         if tuple(saved.size) != tuple(leaf.value.shape):
             return "shape"
-        if policy.dtype == "error" and saved.properties.dtype != leaf.value.dtype:
+        if _is_quantized(saved) or (policy.dtype == "error" and saved.properties.dtype != leaf.value.dtype):
             return "dtype"
     return None
+
+
+def _is_quantized(saved: Saved) -> bool:
+    """Whether only the integers of a quantized tensor were saved, without its scale and zero point."""
+    return isinstance(saved, TensorStorageMetadata) and saved.properties.dtype in _QUANTIZED
 
 
 def _awaits(leaf: Leaf, key: str, paths: Mapping[str, Path]) -> bool:
@@ -281,5 +304,6 @@ def _describe_leaf(leaf: Leaf) -> str:
 
 def _describe(saved: Saved) -> str:
     if isinstance(saved, TensorStorageMetadata):
-        return f"a tensor of shape {tuple(saved.size)}, {saved.properties.dtype}"
+        lacking = ", quantized and saved without its scale and zero point" if _is_quantized(saved) else ""
+        return f"a tensor of shape {tuple(saved.size)}, {saved.properties.dtype}{lacking}"
     return "an object"

@@ -27,7 +27,8 @@ from torch_xla_ckpt._gc import without_collector
 from torch_xla_ckpt.device import TensorAccess, access_of
 from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
 from torch_xla_ckpt.layout import Box, Claim, assign, covers_exactly, find_flaws
-from torch_xla_ckpt.planner.objects import Encoded, encode
+from torch_xla_ckpt.planner.digest import digest
+from torch_xla_ckpt.planner.objects import Encoded, Item, decode, encode
 from torch_xla_ckpt.planner.shards import LaidOut, ShardSource, compact, lay_out
 from torch_xla_ckpt.planner.tree import MAX_DEPTH, Leaf, Path, flatten
 
@@ -44,7 +45,7 @@ class LocalFacts:
 
     Args:
         paths: DCP's mapping from each key to its path in the state dict.
-        digests: for tensors that are not known to be equal on all processes, a digest of their data.
+        digests: for tensors and objects that are not known to be equal on all processes, a digest of their data.
         integers: positions in a key's path of what are integer keys of mappings. They go apart, because an
             ``IntegerKey`` arrives as a string.
     """
@@ -63,7 +64,8 @@ class SPMDSavePlanner(SavePlanner):
 
     A tensor that SPMD replicates may be written in parts by several processes. An ordinary host tensor too, if its
     data is the same on all of them; if it differs, the lowest rank's is saved and a warning names the key. Items
-    that are not tensors are saved from the lowest rank that has them.
+    that are not tensors are saved from the lowest rank that has them, with the same warning if they differ.
+    ``PerRank`` saves each rank's own.
 
     Args:
         access: how tensors are read from where they live. The default suits every tensor; simulated hosts pass
@@ -82,6 +84,7 @@ class SPMDSavePlanner(SavePlanner):
         self._needs: dict[str, frozenset[str]] = {}
         self._unresolved = 0
         self._noting = threading.Lock()
+        self._encoded: dict[str, Item] = {}  # objects that had to be encoded to be compared
 
     @without_collector
     def set_up_planner(
@@ -96,6 +99,7 @@ class SPMDSavePlanner(SavePlanner):
             if isinstance(leaf.value, Encoded):
                 leaf.value.check()
         self._tensors = lay_out(tensors, self._access_of)
+        self._encoded = {}
         self._source = ShardSource(self._tensors)
 
     @without_collector
@@ -122,8 +126,8 @@ class SPMDSavePlanner(SavePlanner):
         _prove_complete(metadata)
         if divergent:
             logger.warning(
-                "these tensors differ between processes, and the lowest rank's is saved: %s. "
-                "To keep each process's own, put the rank in the key",
+                "these tensors and objects differ between processes, and the lowest rank's is saved: %s. To keep each "
+                "process's own, wrap the value in torch_xla_ckpt.PerRank, or put the rank in the key",
                 ", ".join(sorted(divergent)),
             )
         paths = {key: path for fact in reversed(facts) for key, path in _paths(fact)}
@@ -131,6 +135,8 @@ class SPMDSavePlanner(SavePlanner):
         return plans, Metadata(state_dict_metadata=metadata, planner_data=paths)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        written = {item.index.fqn for item in new_plan.items if item.tensor_data is None}
+        self._encoded = {key: data for key, data in self._encoded.items() if key in written}
         tensors = (item for item in new_plan.items if item.tensor_data is not None)
         self._source.announce((item.index.fqn, _box(item)) for item in tensors)
         self._needs, self._unresolved = {}, len(new_plan.items)
@@ -142,8 +148,7 @@ class SPMDSavePlanner(SavePlanner):
             part = self._source.take(key, _box(write_item))
             self._note(key, frozenset() if type(part) in _PLAIN else _tensor_needs(part))
             return part
-        value = self._leaves[key].value
-        item = value.open() if isinstance(value, Encoded) else encode(key, value, self._to_host)
+        item = self._encoded.pop(key, None) or self._encode(key)
         self._note(key, item.needs)
         return item
 
@@ -155,6 +160,10 @@ class SPMDSavePlanner(SavePlanner):
             self._unresolved -= 1
             if not self._unresolved and self._needs:
                 _warn_of_needs(self._needs)
+
+    def _encode(self, key: str) -> Item:
+        value = self._leaves[key].value
+        return value.open() if isinstance(value, Encoded) else encode(key, value, self._to_host)
 
     def part(self, item: WriteItem) -> int:
         """Which part of its tensor asking for the item's data brings to the host."""
@@ -173,11 +182,29 @@ class SPMDSavePlanner(SavePlanner):
         return lay_out({"": tensor}, self._access_of)[""].gather()
 
     def _digests(self) -> dict[str, bytes]:
-        """Of each tensor that other processes may hold with other data; none when there are no others."""
+        """Of all that other processes may hold with other data; none when there are no others."""
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return {}
         own = {key: held for key, held in self._tensors.items() if not held.layout.identical}
-        return {key: _digest(held.gather()) for key, held in own.items()}
+        objects = {key: leaf.value for key, leaf in self._leaves.items() if key not in self._tensors}
+        return {
+            **{key: _digest(held.gather()) for key, held in own.items()},
+            **{key: self._digest_of_object(key, value) for key, value in objects.items()},
+        }
+
+    def _digest_of_object(self, key: str, value: Any) -> bytes:
+        if isinstance(value, Encoded):
+            data = value.open()
+            try:
+                value = decode(key, data, (), trust_pickle=False)  # equal objects can be pickled in several ways
+            except CheckpointError:
+                return xxhash.xxh3_128_digest(data.getvalue())
+
+        def pickled() -> bytes:
+            self._encoded[key] = self._encode(key)
+            return self._encoded[key].getvalue()
+
+        return digest(value, pickled)
 
 
 def _tensor_needs(tensor: torch.Tensor) -> frozenset[str]:
@@ -307,8 +334,8 @@ def _divergent(facts: Sequence[LocalFacts]) -> set[str]:
     """Keys whose data is not the same on all processes that have them."""
     digests: dict[str, set[bytes]] = defaultdict(set)
     for fact in facts:
-        for key, digest in fact.digests.items():
-            digests[key].add(digest)
+        for key, one in fact.digests.items():
+            digests[key].add(one)
     return {key for key, seen in digests.items() if len(seen) > 1}
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from torch_xla_ckpt.device import Snapshot, TensorAccess
+from torch_xla_ckpt.device import Snapshot, TensorAccess, require_target
 from torch_xla_ckpt.device import access_of as _access_of
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.layout import Box, TensorLayout
@@ -65,6 +65,19 @@ def lay_out(
         except CheckpointError as error:
             raise CheckpointError(f"{key!r}: {error}") from error
     return laid_out
+
+
+def require_targets(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Show that data can be loaded into tensors in place.
+
+    Raises:
+        CheckpointError: it cannot. The key is named.
+    """
+    for key, tensor in tensors.items():
+        try:
+            require_target(tensor)
+        except CheckpointError as error:
+            raise CheckpointError(f"{key!r}: {error}") from error
 
 
 class ShardSource:
