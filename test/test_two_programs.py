@@ -289,6 +289,41 @@ def test_damage_of_the_current_checkpoint_is_told_as_before(tmp_path):
         xc.load({"t": torch.zeros(100)}, tmp_path)
 
 
+def test_restore_begins_again_with_one_checkpoint_for_all_its_steps(tmp_path):
+    """It reads the optimizer's groups, then everything: not of two checkpoints."""
+
+    def training(lr):
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5)
+        model(torch.ones(4)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    def save(lr):
+        model, optimizer = training(lr)
+        xc.save({"model": model.state_dict(), "optim": optimizer.state_dict(), "lr": lr}, tmp_path, sync=False)
+        return model
+
+    save(0.1)
+
+    class Late(xc.ShardReader):
+        loads = 0
+
+        def read_data(self, plan, planner):
+            self.loads += 1
+            result = super().read_data(plan, planner)
+            if self.loads in (1, 4):  # between the groups and the rest, twice
+                self.last = save(0.1 + self.loads)
+            return result
+
+    model, optimizer = training(0.0)
+    reader, state = Late(tmp_path), {"lr": None}
+    report = xc.restore(model=model, optimizer=optimizer, state=state, storage_reader=reader)
+    assert report.restarts >= 1
+    assert state["lr"] == optimizer.param_groups[0]["lr"]
+    assert torch.equal(model.weight, reader.last.weight)
+
+
 def test_verify_tells_of_damage_of_the_current_checkpoint_only(tmp_path, monkeypatch):
     path = tmp_path / "c"
     xc.save({"t": torch.full((100,), 1.0)}, path)

@@ -31,8 +31,8 @@ from torch_xla_ckpt.timeline import Timeline
 logger = logging.getLogger(__name__)
 
 _Path = str | os.PathLike[str]
-# How often a load begins again because the checkpoint was replaced.
-_RESTARTS = 20
+RESTARTS = 20
+"""How often a load begins again because the checkpoint was replaced."""
 
 
 @without_collector
@@ -174,7 +174,9 @@ def load(
     keys = sorted(state_dict)  # every rank asks the values for their states in the same order
     with agreed(process_group, no_dist):
         state = {key: _dcp.state_of(state_dict[key]) for key in keys}
-    for restarts in range(_RESTARTS + 1):
+    # ``restore`` loads in several steps, and begins all of them again.
+    most = 0 if isinstance(storage_reader, ShardReader) and storage_reader.is_pinned else RESTARTS
+    for restarts in range(most + 1):
         planner = SPMDLoadPlanner(
             missing=missing,
             unexpected=unexpected,
@@ -193,7 +195,7 @@ def load(
         except BaseException as error:
             planner.undo()  # another process may have failed when this one had everything
             # All processes get the same error, so all of them begin again.
-            if not isinstance(error, ReplacedCheckpointError) or restarts == _RESTARTS:
+            if not isinstance(error, ReplacedCheckpointError) or restarts == most:
                 raise
             logger.warning("%s", error)
             storage_reader.reset()

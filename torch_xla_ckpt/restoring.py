@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from torch_xla_ckpt import api
 from torch_xla_ckpt.device import Placement, access_of, alias_of, make, require_place
-from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.errors import CheckpointError, ReplacedCheckpointError
 from torch_xla_ckpt.materialize import Plan, Sharding
 from torch_xla_ckpt.optimizer_state import SavedState, require_own_state
 from torch_xla_ckpt.planner.load import Place, copy_into
@@ -26,6 +27,8 @@ from torch_xla_ckpt.planner.policy import Dtype, Missing, Policy, Rename, Unexpe
 from torch_xla_ckpt.planner.tree import Closed, Growth, Path, flatten
 from torch_xla_ckpt.report import LoadReport
 from torch_xla_ckpt.storage import ShardReader
+
+logger = logging.getLogger(__name__)
 
 _OPTIMIZER_KEYS = ("optim", "optimizer")
 
@@ -91,7 +94,8 @@ def restore(
         storage_reader = ShardReader(api.given(path), verify=verify, progress=progress)
     elif path is not None:
         storage_reader.reset(path)
-    together = functools.partial(api.agreed, process_group, no_dist)
+    policy = Policy(missing, unexpected, dtype, rename)
+    wanted = _Wanted(model, optimizer, state, sharding, mesh, placement, model_key, optimizer_key, policy)
     options: dict[str, Any] = {
         "allow_types": allow_types,
         "trust_pickle": trust_pickle,
@@ -99,52 +103,99 @@ def restore(
         "process_group": process_group,
         "no_dist": no_dist,
     }
-    with together():
-        metadata = storage_reader.read_metadata()
-        keys = _Keys(metadata, model, model_key, optimizer, optimizer_key, state or {})
-    groups: list[Any] = [] if optimizer is None else _saved_groups(keys.optimizer, options)
-    plan: Plan | None = None
-    with together():
-        slots: dict[Any, _Slot] = {}
-        parts: list[_Part] = []
-        if optimizer is not None:
-            slots = _slots(optimizer, groups, keys.optimizer)
-            parts = _parts(metadata, keys.optimizer, slots, placement)
-            require_own_state(keys.optimizer, optimizer, groups, _saved_state(slots, parts))
-        if model is not None:
-            plan = Plan(model, sharding, mesh)
-            kept = _require_fit(metadata, keys, model, Policy(missing, unexpected, dtype, rename))
-    with _put_back_if_it_fails(plan, optimizer):
-        if plan is not None:
-            with together():
-                plan.run(kept)
-        target: dict[str, Any] = dict(state or {})
-        if model is not None:
-            target |= keys.nested(model)
-        created: set[str] = set()
-        if optimizer is not None:
-            target[keys.optimizer], created = _optimizer_target(optimizer, slots, groups, parts)
-        report = api.load(
-            target,
-            missing=missing,
-            unexpected=unexpected,
-            dtype=dtype,
-            rename=rename,
-            placement=placement,
-            **options,
-        )
+    for restarts in range(api.RESTARTS + 1):
+        try:
+            return replace(wanted.restored(storage_reader, options), restarts=restarts)
+        except ReplacedCheckpointError as error:  # on all processes
+            if restarts == api.RESTARTS:
+                raise
+            logger.warning("%s", error)
+    raise AssertionError
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What a call of ``restore`` is given; see there."""
+
+    model: torch.nn.Module | None
+    optimizer: torch.optim.Optimizer | None
+    state: dict[str, Any] | None
+    sharding: Sharding | None
+    mesh: Any
+    placement: Place | None
+    model_key: str | None
+    optimizer_key: str | None
+    policy: Policy
+
+    def restored(self, reader: ShardReader, options: Mapping[str, Any]) -> LoadReport:
+        """Restore from the checkpoint that is there now.
+
+        Args:
+            reader: reads it.
+            options: for ``load``.
+
+        Raises:
+            ReplacedCheckpointError: another save replaced the checkpoint meanwhile. The model and the optimizer are as
+                they were.
+        """
+        together = functools.partial(api.agreed, options["process_group"], options["no_dist"])
         with together():
-            if model is not None:
-                _set_what_is_made_anew(model, keys.taken(target))
+            metadata = reader.read_metadata()
+            keys = _Keys(metadata, self.model, self.model_key, self.optimizer, self.optimizer_key, self.state or {})
+        with reader.pinned():
+            return self._restored(metadata, keys, options, together)
+
+    def _restored(
+        self,
+        metadata: Metadata,
+        keys: _Keys,
+        options: Mapping[str, Any],
+        together: Callable[[], AbstractContextManager[None]],
+    ) -> LoadReport:
+        model, optimizer, state = self.model, self.optimizer, self.state
+        groups: list[Any] = [] if optimizer is None else _saved_groups(keys.optimizer, options)
+        plan: Plan | None = None
+        with together():
+            slots: dict[Any, _Slot] = {}
+            parts: list[_Part] = []
             if optimizer is not None:
-                optimizer.load_state_dict(target[keys.optimizer])
-    if state is not None:
-        state.update({key: target[key] for key in state})
-    outcomes = {
-        key: replace(outcome, status="created") if key in created and outcome.status == "loaded" else outcome
-        for key, outcome in report.outcomes.items()
-    }
-    return replace(report, outcomes=outcomes)
+                slots = _slots(optimizer, groups, keys.optimizer)
+                parts = _parts(metadata, keys.optimizer, slots, self.placement)
+                require_own_state(keys.optimizer, optimizer, groups, _saved_state(slots, parts))
+            if model is not None:
+                plan = Plan(model, self.sharding, self.mesh)
+                kept = _require_fit(metadata, keys, model, self.policy)
+        with _put_back_if_it_fails(plan, optimizer):
+            if plan is not None:
+                with together():
+                    plan.run(kept)
+            target: dict[str, Any] = dict(state or {})
+            if model is not None:
+                target |= keys.nested(model)
+            created: set[str] = set()
+            if optimizer is not None:
+                target[keys.optimizer], created = _optimizer_target(optimizer, slots, groups, parts)
+            report = api.load(
+                target,
+                missing=self.policy.missing,
+                unexpected=self.policy.unexpected,
+                dtype=self.policy.dtype,
+                rename=self.policy.rename,
+                placement=self.placement,
+                **options,
+            )
+            with together():
+                if model is not None:
+                    _set_what_is_made_anew(model, keys.taken(target))
+                if optimizer is not None:
+                    optimizer.load_state_dict(target[keys.optimizer])
+        if state is not None:
+            state.update({key: target[key] for key in state})
+        outcomes = {
+            key: replace(outcome, status="created") if key in created and outcome.status == "loaded" else outcome
+            for key, outcome in report.outcomes.items()
+        }
+        return replace(report, outcomes=outcomes)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -140,6 +140,7 @@ class ShardReader(StorageReader):
         self.manifest: Manifest | None = None
         self.version: bytes | None = None
         self._rank: int | None = None
+        self._pinned = False
 
     @without_collector
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -156,9 +157,28 @@ class ShardReader(StorageReader):
         except Exception as error:
             return _Unreadable(error)
         self.manifest = found.manifest
+        if self._pinned and found.version != self.version:
+            return _Unreadable(self._replaced())
         self.version = found.version
         self._rank = kwargs.get("rank")
         return found.metadata
+
+    @contextmanager
+    def pinned(self) -> Iterator[None]:
+        """Within the block, read no other checkpoint than the one whose metadata was read last.
+
+        Raises (where metadata is read):
+            ReplacedCheckpointError: there is another one now.
+        """
+        self._pinned = True
+        try:
+            yield
+        finally:
+            self._pinned = False
+
+    @property
+    def is_pinned(self) -> bool:
+        return self._pinned
 
     def _committed(self, rank: int | None) -> Committed:
         try:
@@ -208,10 +228,13 @@ class ShardReader(StorageReader):
             ReplacedCheckpointError: ``.metadata`` has changed.
         """
         if self.version is not None and version_of(self._folder, self._rank) != self.version:
-            raise ReplacedCheckpointError(
-                f"the checkpoint in {self.location} was replaced or removed while it was read. What is there now may "
-                "be whole: load again"
-            ) from error
+            raise self._replaced() from error
+
+    def _replaced(self) -> ReplacedCheckpointError:
+        return ReplacedCheckpointError(
+            f"the checkpoint in {self.location} was replaced or removed while it was read. What is there now may be "
+            "whole: load again"
+        )
 
     def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         adopting = planner if isinstance(planner, Adopting) else None
