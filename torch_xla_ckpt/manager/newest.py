@@ -1,0 +1,186 @@
+"""Restoring the newest step that is whole, beside a program that may delete steps meanwhile."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch_xla_ckpt.coordination import Processes
+from torch_xla_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    MismatchError,
+    UnsafeObjectError,
+)
+from torch_xla_ckpt.manager.journal import Journal
+from torch_xla_ckpt.manager.steps import Found, Steps
+from torch_xla_ckpt.storage.location import Location
+
+logger = logging.getLogger(__name__)
+
+_ROUNDS = 100  # attempts to restore a step before it is deleted
+
+
+class Newest:
+    """The search for the newest step of a run that can be restored.
+
+    Args:
+        steps: of the run.
+        processes: that restore together.
+    """
+
+    def __init__(self, steps: Steps, processes: Processes):
+        self._steps = steps
+        self._processes = processes
+        self._skipped: dict[int, str] = {}
+        self._leftovers: tuple[int, ...] = ()
+
+    def restore(self, load: Callable[[int], None]) -> int | None:
+        """Load the newest step that can be. A step that is damaged is skipped, one that was deleted is forgotten.
+
+        Args:
+            load: restores a step; called on all ranks.
+
+        Returns:
+            The step; None if there is none.
+
+        Raises:
+            CheckpointError: the storage does not answer; or what ``load`` fails with, unless the step is damaged.
+        """
+        doing = f"looking for the newest step of {self._steps.location}"
+        for _ in range(_ROUNDS):
+            step, found, skipped, self._leftovers = self._processes.from_first(self._search, doing)
+            self._skipped = dict(skipped)
+            if step is None:
+                return None
+            try:
+                load(step)
+            except (MismatchError, UnsafeObjectError):
+                raise
+            except CheckpointError as error:
+                if self._processes.from_first(functools.partial(self._is_still, step, found), doing):
+                    if not isinstance(error, (CorruptCheckpointError, IncompleteCheckpointError)):
+                        raise
+                    self._skipped[step] = str(error)
+                else:
+                    logger.info("step %s was deleted or replaced while it was being restored; looking again", step)
+                continue
+            self._report()
+            return step
+        raise CheckpointError(
+            f"the steps of {self._steps.location} are deleted faster than they can be restored ({_ROUNDS} were). Let "
+            "the program that saves them keep more"
+        )
+
+    def require_none(self) -> None:
+        """Show that there was nothing to restore.
+
+        Raises:
+            CheckpointError: there are steps, and all of them are damaged.
+        """
+        if self._skipped:
+            raise CheckpointError(
+                f"{self._steps.location} has steps, and none of them can be restored:\n  "
+                + "\n  ".join(f"{step}: {why}" for step, why in self._skipped.items())
+                + "\nTo begin anew, use another path"
+            )
+        if self._leftovers:
+            logger.warning(
+                "%s has no committed step. Left by saves or deletions that were not finished: %s",
+                *(self._steps.location, ", ".join(map(str, self._leftovers))),
+            )
+
+    def _search(self) -> tuple[int | None, Found | None, Mapping[int, str], tuple[int, ...]]:
+        """The newest step without an obvious flaw, what it is, the flaws of newer ones, and the unfinished ones."""
+        numbers = self._steps.numbers()
+        while True:
+            skipped: dict[int, str] = {}
+            unfinished: list[int] = []
+            chosen = None
+            for step in reversed(numbers):
+                if step in self._skipped:
+                    skipped[step] = self._skipped[step]
+                    continue
+                try:
+                    flaw = self._flaw(step)
+                except FileNotFoundError:
+                    unfinished.append(step)
+                    continue
+                if flaw == "":
+                    chosen = step
+                    break
+                if flaw is not None:
+                    skipped[step] = flaw
+            again = self._steps.numbers() if unfinished else numbers
+            if set(again) <= set(numbers):
+                break
+            numbers = again  # a newer one was saved while an older one was deleted
+        if chosen is None:
+            return None, None, skipped, tuple(unfinished)
+        return chosen, self._steps.look(chosen), skipped, ()
+
+    def _is_still(self, step: int, found: Found | None) -> bool:
+        return self._steps.look(step, fresh=True) == found
+
+    def _flaw(self, step: int) -> str | None:
+        """What is wrong with a step; "" for nothing, None if it is not ours.
+
+        Raises:
+            FileNotFoundError: it is not committed.
+        """
+        found = self._steps.look(step, fresh=True)
+        if found.kind == "unfinished":
+            raise FileNotFoundError
+        if found.kind == "foreign":
+            return None
+        return self._steps.flaw(step, thorough=True) or ""
+
+    def _report(self) -> None:
+        for step, why in self._skipped.items():
+            self._steps.found_damaged(step, why)
+            logger.warning("step %s of %s is skipped, because it is damaged: %s", step, self._steps.location, why)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What ``initial_path`` leads to.
+
+    Args:
+        location: of a run, or of a checkpoint.
+        is_run: whether it is a run.
+    """
+
+    location: Location
+    is_run: bool
+
+
+def origin_of(path: Location, storage_options: Mapping[str, Any] | None) -> Origin:
+    """Find the run or the checkpoint that another run is to begin with.
+
+    A run that has no step of its own, and began with yet another one, leads there.
+
+    Raises:
+        CheckpointError: there is neither.
+    """
+    seen: list[Location] = []
+    while True:
+        seen.append(path)
+        steps = Steps(path)
+        if any(found.kind in ("committed", "damaged") for found in steps.looks(steps.numbers()).values()):
+            return Origin(path, True)
+        if steps.tried(lambda steps=steps: ".metadata" in steps.root.names(), "looking for a checkpoint"):  # type: ignore[misc]
+            return Origin(path, False)
+        began = [event.get("source") for event in Journal(steps).events() if event.get("event") == "began"]
+        if not began or not isinstance(began[-1], str):
+            break
+        path = Location.of(began[-1], None if path.is_local else storage_options)
+        if path in seen:
+            break
+    raise CheckpointError(
+        f"initial_path={seen[0]} holds neither a step of a run nor a checkpoint"
+        + ("" if len(seen) == 1 else f", nor does {seen[-1]}, which it leads to")
+    )
