@@ -183,6 +183,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: it could not be; or, after it was, what an earlier save in the background failed with.
         """
+        step = _number(step)
         if not self._is_due(step, force):
             return False
         number = self._begin(step)
@@ -221,6 +222,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: the state cannot be copied; or what an earlier save in the background failed with.
         """
+        step = _number(step)
         if not self._is_due(step, force):
             return False
         number = self._begin(step)
@@ -423,9 +425,6 @@ class CheckpointManager:
     def _is_due(self, step: int, force: bool) -> bool:
         if self._is_closed:
             raise CheckpointError("the manager is closed; create another one")
-        step = operator.index(step)
-        if step < 0:
-            raise ValueError(f"a step must not be negative, got {step}")
         return self.should_save(step) or force  # all processes ask together, whether or not force is given
 
     def _begin(self, step: int) -> int:
@@ -637,6 +636,18 @@ def _blindness(folder: Folder, token: str) -> str | None:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def _number(step: int) -> int:
+    """A step's number.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    number = int(operator.index(step))
+    if number < 0:
+        raise ValueError(f"a step must not be negative, got {step}")
+    return number
 
 
 def _joined(when: WhenLike | None, save_interval: int | None, chkpt_on_preemption: bool) -> saving.When:

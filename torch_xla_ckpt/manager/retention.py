@@ -125,7 +125,6 @@ class Retention:
         if not self._cleaned:
             self._cleaned = True
             self._guarded(self._first)
-            self.wait()
 
     def wait(self) -> None:
         """Wait until everything that was to be deleted is."""
@@ -140,13 +139,15 @@ class Retention:
     def _first(self) -> None:
         """Delete what an earlier program has left, and what the policy of now does not want."""
         numbers = self._steps.numbers()
-        undeleted = self._journal.undeleted()
-        self._clear_litter([step for step in numbers if step not in undeleted])
+        # To look at all steps of a long run in an object store takes a while, and most of them are surely there.
+        likely = self._journal.undeleted() if self._steps.root.remote else frozenset()
+        self._clear_litter([step for step in numbers if step not in likely])
+        if rest := sorted(likely.intersection(numbers)):
+            self.after(lambda: self._guarded(lambda: self._clear_litter(rest)))
         newest = None if self._keeps_all() else self._steps.latest(numbers)
         if newest is None:
             return
-        doomed = self._doom(newest)
-        self.after(lambda: self._guarded(lambda: self._delete_all(doomed)))
+        self._delete_all(self._doom(newest))
 
     def _clear_litter(self, numbers: Sequence[int]) -> None:
         for step, found in self._steps.looks(numbers).items():
