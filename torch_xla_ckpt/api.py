@@ -73,7 +73,7 @@ def save(
     doing = f"saving to {location or 'a storage writer'}"
     with agreed(process_group, no_dist, doing):
         state = {key: _dcp.state_of(value) for key, value in state_dict.items()}
-    with Processes(process_group, no_dist).worded(doing), _unwrapped("saved", no_dist):
+    with Processes(process_group, no_dist).worded(doing, only_collectives=False), _unwrapped("saved", no_dist):
         return _dcp.save(state, storage_writer, SPMDSavePlanner(), process_group, no_dist or not _initialized())
 
 
@@ -180,7 +180,7 @@ def load(
     doing = f"loading from {getattr(storage_reader, 'location', None) or 'a storage reader'}"
     with agreed(process_group, no_dist, doing):
         state = {key: _dcp.state_of(state_dict[key]) for key in keys}
-    with Processes(process_group, no_dist).worded(doing), _unwrapped("loaded", no_dist):
+    with Processes(process_group, no_dist).worded(doing, only_collectives=False), _unwrapped("loaded", no_dist):
         try:
             _dcp.load(state, storage_reader, planner, process_group, no_dist or not _initialized())
         except BaseException:

@@ -93,8 +93,12 @@ class Processes:
             raise CheckpointError(f"rank {failed[0][0]}: {failed[0][1]} (while {doing})")
 
     @contextmanager
-    def worded(self, doing: str) -> Iterator[None]:
+    def worded(self, doing: str, *, only_collectives: bool = True) -> Iterator[None]:
         """Turn a failure of torch.distributed in the block into an error that names the operation and who is missing.
+
+        Args:
+            doing: what is done, and to which path.
+            only_collectives: nothing else in the block raises a RuntimeError.
 
         Raises:
             CheckpointError: a rank did not come in time, or the connection to one broke.
@@ -102,7 +106,7 @@ class Processes:
         try:
             yield
         except RuntimeError as error:
-            if self.alone or not is_of_collectives(error):
+            if self.alone or not (only_collectives or _is_of_collectives(error)):
                 raise
             raise CheckpointError(
                 f"{doing} broke off while the ranks waited for each other: {self._missing(doing)} "
@@ -131,13 +135,13 @@ class Processes:
         return f"rank {', '.join(str(self.ranks[n]) for n in silent)} did not come, rank {here} did"
 
 
-def is_of_collectives(error: BaseException) -> bool:
-    """Whether torch.distributed raised this because a rank did not answer."""
+def _is_of_collectives(error: RuntimeError) -> bool:
+    """Whether torch.distributed raised this because a rank did not answer. gloo has no type of its own for that."""
     kind = getattr(dist, "DistError", None)
     if kind is not None and isinstance(error, kind):
         return True
     text = str(error)
-    return isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "Connection", "Timed out"))
+    return any(words in text for words in ("gloo/transport", "Connection closed by peer", "Timed out", "pair closure"))
 
 
 def _text(error: BaseException) -> str:

@@ -25,6 +25,25 @@ logger = logging.getLogger(__name__)
 _ROUNDS = 100  # attempts to restore a step before it is deleted
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """What one look at all steps has found, from the newest to the first that is whole.
+
+    Args:
+        numbers: the folders there are.
+        unfinished: those that hold no commit.
+        skipped: damaged steps, with what is wrong.
+        step: the newest that is whole; None if there is none.
+        found: what it is.
+    """
+
+    numbers: tuple[int, ...]
+    unfinished: tuple[int, ...]
+    skipped: Mapping[int, str]
+    step: int | None = None
+    found: Found | None = None
+
+
 class Newest:
     """The search for the newest step of a run that can be restored.
 
@@ -53,8 +72,9 @@ class Newest:
         """
         doing = f"looking for the newest step of {self._steps.location}"
         for _ in range(_ROUNDS):
-            step, found, skipped, self._leftovers = self._processes.from_first(self._search, doing)
-            self._skipped = dict(skipped)
+            result = self._processes.from_first(self._search, doing)
+            self._skipped, self._leftovers = dict(result.skipped), result.unfinished
+            step = result.step
             if step is None:
                 return None
             try:
@@ -62,7 +82,7 @@ class Newest:
             except (MismatchError, UnsafeObjectError):
                 raise
             except CheckpointError as error:
-                if self._processes.from_first(functools.partial(self._is_still, step, found), doing):
+                if self._processes.from_first(functools.partial(self._is_still, step, result.found), doing):
                     if not isinstance(error, (CorruptCheckpointError, IncompleteCheckpointError)):
                         raise
                     self._skipped[step] = str(error)
@@ -94,50 +114,39 @@ class Newest:
                 *(self._steps.location, ", ".join(map(str, self._leftovers))),
             )
 
-    def _search(self) -> tuple[int | None, Found | None, Mapping[int, str], tuple[int, ...]]:
-        """The newest step without an obvious flaw, what it is, the flaws of newer ones, and the unfinished ones."""
+    def _search(self) -> _Pass:
+        """Look for the newest step, again if the run changes meanwhile: a program that saves deletes older steps."""
+        before: _Pass | None = None
+        for _ in range(_ROUNDS):
+            found = self._pass()
+            if not found.unfinished or found == before:
+                return found
+            before = found
+        return found
+
+    def _pass(self) -> _Pass:
         numbers = self._steps.numbers()
-        while True:
-            skipped: dict[int, str] = {}
-            unfinished: list[int] = []
-            chosen = None
-            for step in reversed(numbers):
-                if step in self._skipped:
-                    skipped[step] = self._skipped[step]
-                    continue
-                try:
-                    flaw = self._flaw(step)
-                except FileNotFoundError:
-                    unfinished.append(step)
-                    continue
-                if flaw == "":
-                    chosen = step
-                    break
-                if flaw is not None:
-                    skipped[step] = flaw
-            again = self._steps.numbers() if unfinished else numbers
-            if set(again) <= set(numbers):
-                break
-            numbers = again  # a newer one was saved while an older one was deleted
-        if chosen is None:
-            return None, None, skipped, tuple(unfinished)
-        return chosen, self._steps.look(chosen), skipped, ()
+        skipped: dict[int, str] = {}
+        unfinished: list[int] = []
+        for step in reversed(numbers):
+            if step in self._skipped:
+                skipped[step] = self._skipped[step]
+                continue
+            found = self._steps.look(step, fresh=True)
+            if found.kind == "foreign":
+                continue
+            try:
+                flaw = self._steps.flaw(step, thorough=True)
+            except FileNotFoundError:
+                unfinished.append(step)
+                continue
+            if flaw is None:
+                return _Pass(tuple(numbers), tuple(unfinished), skipped, step, found)
+            skipped[step] = flaw
+        return _Pass(tuple(numbers), tuple(unfinished), skipped)
 
     def _is_still(self, step: int, found: Found | None) -> bool:
         return self._steps.look(step, fresh=True) == found
-
-    def _flaw(self, step: int) -> str | None:
-        """What is wrong with a step; "" for nothing, None if it is not ours.
-
-        Raises:
-            FileNotFoundError: it is not committed.
-        """
-        found = self._steps.look(step, fresh=True)
-        if found.kind == "unfinished":
-            raise FileNotFoundError
-        if found.kind == "foreign":
-            return None
-        return self._steps.flaw(step, thorough=True) or ""
 
     def _report(self) -> None:
         for step, why in self._skipped.items():
