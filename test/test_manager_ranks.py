@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import multiprocessing
 import os
 import re
 import traceback
@@ -11,13 +10,13 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from s3 import Server, refused
+from s3 import _PROCESSES, Server, refused
 
 import torch_xla_ckpt as xc
+from torch_xla_ckpt import coordination
 from torch_xla_ckpt.coordination import Processes
 
-_SPAWN = multiprocessing.get_context("spawn")
-SHORT = timedelta(seconds=4)
+SHORT = timedelta(seconds=2)
 LONG = timedelta(seconds=60)
 
 
@@ -49,10 +48,10 @@ def raises(*parts):
 
 def run(scenario, folder, world=2, *arguments):
     """Run a function of this file in every rank; fails with what a rank fails with."""
-    queue = _SPAWN.SimpleQueue()
+    queue = _PROCESSES.SimpleQueue()
     rendezvous = f"{folder}/rendezvous-{scenario.__name__}"
     ranks = [
-        _SPAWN.Process(
+        _PROCESSES.Process(
             target=_rank, args=(scenario.__name__, rank, world, rendezvous, str(folder), queue, arguments), daemon=True
         )
         for rank in range(world)
@@ -72,6 +71,7 @@ def run(scenario, folder, world=2, *arguments):
 
 def _rank(scenario, rank, world, rendezvous, folder, queue, arguments):
     logging.getLogger("torch_xla_ckpt").setLevel(logging.ERROR)
+    coordination._PATIENCE = 1.0
     said = ""
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
@@ -328,7 +328,7 @@ def a_rank_never_restores(rank, world, folder):
     saving.save(0, state(0), force=True)
     if rank == 1:
         return _absent(folder, world)
-    with raises("rank 1 did not come", "loading from", path):
+    with raises("rank 1 did not come", "looking for the newest step of", path):
         saving.restore_latest(state(0))
     _said(rank)
 

@@ -144,7 +144,9 @@ class Steps:
             memory.own -= retired
             # Steps that were committed or deleted while the listing was made are as ``own`` has them.
             memory.numbers = (listed - (before - memory.own)) | memory.own
-            memory.known = {n: one for n, one in memory.known.items() if n in memory.numbers and n not in retired}
+            # What the listing lacks may have been deleted by another program, so it has to be looked at again.
+            doubtful = retired | (memory.own - listed)
+            memory.known = {n: one for n, one in memory.known.items() if n in memory.numbers and n not in doubtful}
             memory.reported &= memory.numbers
             return sorted(memory.numbers)
 
