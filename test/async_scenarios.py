@@ -183,6 +183,49 @@ def a_group_of_some(rank, world, folder):
                 assert found.keys() == {"t", "own0", f"own{world - 1}"}
 
 
+def one_never_begins(rank, world, folder):
+    """A rank that never arrives is named with the path, and so is what it did last."""
+    path = Path(folder) / "absent"
+    stager = stager_of(rank, world, timeout=datetime.timedelta(seconds=3))
+    xc.async_save({"t": torch.ones(3)}, path / "first", stager=stager).result(60)
+    if rank != world - 1:
+        handle = xc.async_save({"t": torch.ones(3)}, path / "second", stager=stager)
+        with pytest.raises(
+            xc.CheckpointError,
+            match=rf"the save to .*second broke off .*: rank {world - 1} has not begun it \(its last one went to "
+            rf".*first\), and timeout=0:00:03 is over",
+        ):
+            handle.result(60)
+    dist.barrier()
+    stager.close()
+
+
+def the_group_is_destroyed_before_the_end(rank, world, folder):
+    """The error says so, not that a timeout was too short. The last scenario: there is no group after it."""
+    path = Path(folder) / "destroyed"
+    stager = stager_of(rank, world)
+    gate = Gated(path)
+    gate.opened = threading.Event()
+    handle = xc.async_save({"t": torch.ones(3)}, storage_writer=gate, stager=stager)
+    dist.barrier()
+    dist.destroy_process_group()
+    gate.opened.set()
+    with pytest.raises(xc.CheckpointError, match=r"destroyed.*Close the stager or the manager before") as error:
+        handle.result(60)
+    assert "timeout" not in str(error.value).replace("Timed out", "") and str(path) in str(error.value)
+    with pytest.raises(xc.CheckpointError, match="the process group that this stager saves with was destroyed"):
+        xc.async_save({"t": torch.ones(3)}, path, stager=stager)
+    stager.close()
+
+
+def who_to_blame(rank, world, folder):
+    one_never_begins(rank, world, folder)
+    print("one_never_begins passed", flush=True)
+    the_group_is_destroyed_before_the_end(rank, world, folder)
+    print("the_group_is_destroyed_before_the_end passed", flush=True)
+    os._exit(0)  # there is no group to leave
+
+
 def quick(rank, world, folder):
     """Several short scenarios in one start of the processes."""
     for scenario in (

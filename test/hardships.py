@@ -3,8 +3,10 @@
 import contextlib
 import ctypes
 import errno
+import multiprocessing
 import os
 import resource
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -60,18 +62,25 @@ def file_size_limit(folder):
 
 
 def no_permission(folder):
-    """A folder of somebody else; root has to become somebody for that."""
-    folder = Path(folder)
-    folder.chmod(0o755)
-    path = folder / "checkpoint"
-    save(OLD, path)
-    assert loads(path) == OLD  # imports what nobody else may import
-    path.chmod(0o555)
-    os.chdir(folder)  # whose parents nobody else may see
+    """A folder of somebody else; root has to become somebody for that, in a folder that everybody can reach."""
+    with tempfile.TemporaryDirectory() as shared:
+        os.chmod(shared, 0o755)
+        path = Path(shared) / "checkpoint"
+        save(OLD, path)
+        assert loads(path) == OLD  # imports what nobody else may import
+        path.chmod(0o555)
+        somebody = multiprocessing.get_context("fork").Process(target=_as_nobody, args=(path,))
+        somebody.start()
+        somebody.join(60)
+        assert somebody.exitcode == 0
+        path.chmod(0o755)
+
+
+def _as_nobody(path):
     if not os.getuid():
         os.setgid(65534)
         os.setuid(65534)
-    _refused(Path("checkpoint"), "Permission denied")
+    _refused(path, "Permission denied")
 
 
 def _refused(path, reason):

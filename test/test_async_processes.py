@@ -32,6 +32,12 @@ def test_what_goes_wrong_in_one_process_is_heard_in_all(tmp_path, world):
         assert said.count(" passed") == 5, said
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_absent_rank_and_a_destroyed_process_group_are_named_in_the_error(tmp_path, world):
+    for said in hosts.run(world, "who_to_blame", tmp_path):
+        assert said.count(" passed") == 2, said
+
+
 def test_who_dies_during_a_save_is_named_by_the_others(tmp_path):
     for rank, said in enumerate(hosts.run(4, "one_dies", tmp_path, dying=(1,))):
         assert rank == 1 or "passed" in said, said
@@ -44,6 +50,9 @@ import conftest
 import torch
 import torch_xla_ckpt as xc
 
+# A job in the background of a script starts with SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
 path, mode, way, then = sys.argv[1:5]
 options = eval(sys.argv[5]) if len(sys.argv) > 5 else {}
 

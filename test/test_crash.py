@@ -29,6 +29,7 @@ pytestmark = pytest.mark.timeout(200)
 FIRST = {
     *("makedirs folder", "open folder", "fsync folder", "close folder"),
     *(f"{verb} {kind}" for verb in ("create", "write", "fsync", "close") for kind in ("data", "manifest", "temporary")),
+    *(f"{verb} lease" for verb in ("create", "write", "close", "unlink")),
     "replace metadata",
 }
 OVER = {

@@ -269,7 +269,7 @@ def test_a_save_touches_nothing_that_is_not_its_own(place, bucket):
 
 
 def test_an_old_checkpoint_goes_only_when_the_new_one_is_there(place, bucket):
-    """In the order of the server's own record: data, manifest, .metadata, and then what is replaced."""
+    """In the order of the server's own record: lease, data, manifest, .metadata, and then what is replaced."""
     place.save(host_state(0))
     old = set(bucket.objects())
     with bucket.server.recorded() as requests:
@@ -282,7 +282,8 @@ def test_an_old_checkpoint_goes_only_when_the_new_one_is_there(place, bucket):
     assert all("Delete" not in request.operation for request in requests[:commit])
     assert any("Delete" in request.operation for request in requests[commit:])
     written = [request.name for request in requests if request.operation in writes]
-    assert written[-2].startswith("manifest-") and all(name.endswith(".distcp") for name in written[:-2])
+    assert written[0].startswith("lease-") and written[-2].startswith("manifest-")
+    assert all(name.endswith(".distcp") for name in written[1:-2])
     assert not {request.key for request in requests if request.operation in writes} & (old - {"run/step-1/.metadata"})
 
 

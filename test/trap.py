@@ -27,6 +27,7 @@ REFUSALS = {
 KINDS = {
     "data": r"__\d+_\d+(-[0-9a-f]{16})?\.distcp",
     "manifest": r"manifest-[0-9a-f]{16}\.json",
+    "lease": r"lease-[0-9a-f]{16}\.json",
     "temporary": r"(__\d+)?\.metadata-[0-9a-f]{16}\.tmp",
     "metadata": r"(__\d+)?\.metadata",
 }
@@ -87,6 +88,8 @@ class Trap:
     VERBS = ("makedirs", "open", "write", "fsync", "close", "replace", "unlink")
 
     def __init__(self, notes, blow=None, together=1):
+        if blow is not None and blow.how == "interrupt":  # a script's background jobs start with SIGINT ignored
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         self._notes = os.open(notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._blow = blow
         self._together = threading.Barrier(together)

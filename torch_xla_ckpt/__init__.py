@@ -3,10 +3,12 @@
 from torch_xla_ckpt.api import async_save, load, save
 from torch_xla_ckpt.errors import (
     CheckpointError,
+    ConcurrentSaveError,
     CorruptCheckpointError,
     Damage,
     IncompleteCheckpointError,
     MismatchError,
+    ReplacedCheckpointError,
     UnsafeObjectError,
 )
 from torch_xla_ckpt.manager import CheckpointManager, keep, when
@@ -21,12 +23,14 @@ __all__ = [
     "AsyncSave",
     "CheckpointError",
     "CheckpointManager",
+    "ConcurrentSaveError",
     "CorruptCheckpointError",
     "Damage",
     "IncompleteCheckpointError",
     "LoadReport",
     "MismatchError",
     "Outcome",
+    "ReplacedCheckpointError",
     "SPMDLoadPlanner",
     "SPMDSavePlanner",
     "SPMDStager",

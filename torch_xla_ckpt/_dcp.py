@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor
 
-from torch_xla_ckpt.errors import CheckpointError, MismatchError
+from torch_xla_ckpt.errors import CheckpointError, MismatchError, ReplacedCheckpointError
 from torch_xla_ckpt.layout import Box, BoxArray, Integers
 
 
@@ -318,6 +318,15 @@ def new_group(of: dist.ProcessGroup | None, timeout: timedelta) -> dist.ProcessG
     return new(ranks, timeout=timeout, backend="gloo", use_local_synchronization=not everyone)
 
 
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether a group can still be used: ``destroy_process_group`` has not been called for it."""
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError, RuntimeError):
+        return False
+    return True
+
+
 def fail_to_save(error: BaseException, group: dist.ProcessGroup | None) -> None:
     """Take part in a save that fails here with ``error``, so that the other processes learn of it.
 
@@ -352,7 +361,9 @@ def cause(error: CheckpointException, done: str, several: bool) -> BaseException
     for failure in causes.values():
         if not isinstance(failure, Exception):  # KeyboardInterrupt, SystemExit
             return failure
-    rank = next((rank for rank, c in causes.items() if isinstance(c, CheckpointError)), next(iter(causes)))
+    telling = (ReplacedCheckpointError, CheckpointError)  # a rank that sees no replacement takes it for damage
+    ranks = (rank for kind in telling for rank, c in causes.items() if isinstance(c, kind))
+    rank = next(ranks, next(iter(causes)))
     failure = causes[rank]
     # A MismatchError names ranks itself.
     where = f"rank {rank}: " if several and not isinstance(failure, MismatchError) else ""

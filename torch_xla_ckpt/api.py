@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import warnings
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt._gc import without_collector
 from torch_xla_ckpt.coordination import Processes
+from torch_xla_ckpt.errors import ReplacedCheckpointError
 from torch_xla_ckpt.planner import SPMDLoadPlanner, SPMDSavePlanner
 from torch_xla_ckpt.planner.load import Place
 from torch_xla_ckpt.planner.objects import AllowedType
@@ -27,7 +29,11 @@ from torch_xla_ckpt.storage import ReadStats, ShardReader, ShardWriter, turns
 from torch_xla_ckpt.storage.location import Location
 from torch_xla_ckpt.timeline import Timeline
 
+logger = logging.getLogger(__name__)
+
 _Path = str | os.PathLike[str]
+# How often a load begins again because the checkpoint was replaced.
+_RESTARTS = 20
 
 
 @without_collector
@@ -73,7 +79,8 @@ def save(
     doing = f"saving to {location or 'a storage writer'}"
     with agreed(process_group, no_dist, doing):
         state = {key: _dcp.state_of(value) for key, value in state_dict.items()}
-    with Processes(process_group, no_dist).worded(doing, only_collectives=False), _unwrapped("saved", no_dist):
+    together = Processes(process_group, no_dist).worded(doing, only_collectives=False)
+    with together, _unwrapped("saved", no_dist), _abandoning(storage_writer):
         return _dcp.save(state, storage_writer, SPMDSavePlanner(), process_group, no_dist or not _initialized())
 
 
@@ -113,7 +120,8 @@ def async_save(
     def write(copied: dict[str, Any], group: dist.ProcessGroup | None, timeline: Timeline) -> Metadata:
         if isinstance(writer, ShardWriter):
             writer.timeline = timeline
-        return _dcp.save(copied, writer, SPMDSavePlanner(), group, group is None)
+        with _abandoning(writer):
+            return _dcp.save(copied, writer, SPMDSavePlanner(), group, group is None)
 
     return stager.run(state, write, _location(writer))
 
@@ -157,6 +165,7 @@ def load(
         MismatchError: target and checkpoint do not fit each other, and the policy does not allow it.
         IncompleteCheckpointError: the saved chunks do not cover the target.
         CorruptCheckpointError: bytes are not what was written.
+        ReplacedCheckpointError: other saves replaced the checkpoint again and again while it was read.
         UnsafeObjectError: an object has a type that is not allowed.
         CheckpointError: anything else that failed, on any rank, with the rank and the cause.
     """
@@ -165,32 +174,39 @@ def load(
         storage_reader = ShardReader(given(path), verify=verify, progress=progress)
     elif path is not None:
         storage_reader.reset(path)
-    planner = SPMDLoadPlanner(
-        missing=missing,
-        unexpected=unexpected,
-        dtype=dtype,
-        rename=rename,
-        only=only,
-        exclude=exclude,
-        placement=placement,
-        allow_types=allow_types,
-        trust_pickle=trust_pickle,
-    )
     keys = sorted(state_dict)  # every rank asks the values for their states in the same order
     doing = f"loading from {getattr(storage_reader, 'location', None) or 'a storage reader'}"
     with agreed(process_group, no_dist, doing):
         state = {key: _dcp.state_of(state_dict[key]) for key in keys}
-    with Processes(process_group, no_dist).worded(doing, only_collectives=False), _unwrapped("loaded", no_dist):
+    for restarts in range(_RESTARTS + 1):
+        planner = SPMDLoadPlanner(
+            missing=missing,
+            unexpected=unexpected,
+            dtype=dtype,
+            rename=rename,
+            only=only,
+            exclude=exclude,
+            placement=placement,
+            allow_types=allow_types,
+            trust_pickle=trust_pickle,
+        )
         try:
-            _dcp.load(state, storage_reader, planner, process_group, no_dist or not _initialized())
-        except BaseException:
+            together = Processes(process_group, no_dist).worded(doing, only_collectives=False)
+            with together, _unwrapped("loaded", no_dist):
+                _dcp.load(state, storage_reader, planner, process_group, no_dist or not _initialized())
+            break
+        except BaseException as error:
             planner.undo()  # another process may have failed when this one had everything
-            raise
-        for key in keys:
-            if _dcp.is_stateful(state_dict[key]):
-                state_dict[key].load_state_dict(state[key])
-            else:
-                state_dict[key] = state[key]
+            # All processes get the same error, so all of them begin again.
+            if not isinstance(error, ReplacedCheckpointError) or restarts == _RESTARTS:
+                raise
+            logger.warning("%s", error)
+            storage_reader.reset()
+    for key in keys:
+        if _dcp.is_stateful(state_dict[key]):
+            state_dict[key].load_state_dict(state[key])
+        else:
+            state_dict[key] = state[key]
     total = time.perf_counter() - start
     plan = planner.planned_at - start
     stats = getattr(storage_reader, "stats", None)
@@ -201,7 +217,19 @@ def load(
         plan_seconds=plan,
         read_seconds=total - plan - planner.put_seconds,
         put_seconds=planner.put_seconds,
+        restarts=restarts,
     )
+
+
+@contextmanager
+def _abandoning(writer: dcp.StorageWriter) -> Iterator[None]:
+    """Tell a storage writer that its save has failed; DCP tells it nothing."""
+    try:
+        yield
+    except BaseException:
+        if isinstance(writer, ShardWriter):
+            writer.abandon()
+        raise
 
 
 def agreed(

@@ -26,6 +26,14 @@ class IncompleteCheckpointError(CheckpointError):
         self.keys = tuple(keys)
 
 
+class ConcurrentSaveError(CheckpointError):
+    """Another program saved to the same path while a save ran. The other checkpoint is whole."""
+
+
+class ReplacedCheckpointError(CheckpointError):
+    """The checkpoint was replaced or removed while it was read. What is there now may be whole: read it again."""
+
+
 @dataclass(frozen=True)
 class Damage:
     """Bytes of a checkpoint that are not what was written.

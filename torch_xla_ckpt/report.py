@@ -44,6 +44,7 @@ class LoadReport:
         plan_seconds: until the first byte was read: metadata, matching, proofs, and waiting for other processes.
         read_seconds: reading and checking.
         put_seconds: handing tensors to their devices; reading goes on meanwhile.
+        restarts: how often the load began again, because another save had replaced the checkpoint.
         outcomes: what became of every key: the target's, and the checkpoint's that are not in the target.
     """
 
@@ -53,6 +54,7 @@ class LoadReport:
     read_seconds: float
     put_seconds: float
     outcomes: Mapping[str, Outcome] = field(default_factory=dict, repr=False)
+    restarts: int = 0
 
     @property
     def loaded(self) -> tuple[str, ...]:
@@ -109,6 +111,8 @@ class LoadReport:
 
     def __str__(self) -> str:
         lines = [self._speed()]
+        if self.restarts:
+            lines.append(f"  began again {self.restarts} times: the checkpoint was replaced while it was read")
         for name in ("loaded", "resharded", "cast", "renamed", "created", "missing", "unexpected", "not requested"):
             keys = list(getattr(self, name.replace(" ", "_")))
             if keys:

@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 
 from torch_xla_ckpt.layout.box import Box
+
+_T = TypeVar("_T")
+
+
+class _Lazy(Generic[_T]):
+    """``functools.cached_property`` without its lock, which before Python 3.12 all instances share.
+
+    A child that is forked while another thread computes the property would wait for that lock for ever.
+    """
+
+    def __init__(self, compute: Callable[[Any], _T]):
+        self._compute = compute
+        self.__doc__ = compute.__doc__
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> _Lazy[_T]: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> _T: ...
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            return self
+        value = instance.__dict__[self._compute.__name__] = self._compute(instance)
+        return value
 
 
 @dataclass(frozen=True)
@@ -64,7 +90,7 @@ class TensorLayout:
                     f"in shards of shape {self.shard_shape}"
                 )
 
-    @cached_property
+    @_Lazy
     def boxes(self) -> tuple[Box, ...]:
         """The distinct boxes held here that have elements."""
         return tuple(dict.fromkeys(shard.box for shard in self.shards if shard.box.volume))
@@ -74,7 +100,7 @@ class TensorLayout:
         """The bytes of the distinct boxes, without padding."""
         return sum(box.volume for box in self.boxes) * self.dtype.itemsize
 
-    @cached_property
+    @_Lazy
     def parts(self) -> dict[Box, int]:
         """The part that each distinct box belongs to."""
         return {shard.box: shard.part for shard in reversed(self.shards) if shard.box.volume}

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from torch_xla_ckpt import forks
 from torch_xla_ckpt.manager.keep import now
 from torch_xla_ckpt.manager.steps import Steps
 from torch_xla_ckpt.storage.files import Folder
@@ -96,6 +97,10 @@ class Journal:
 
     def __init__(self, steps: Steps):
         self._steps = steps
+        self._renew()
+        forks.renew_in_child(self, Journal._renew)
+
+    def _renew(self) -> None:
         self._lock = threading.Lock()
         self._waiting: deque[bytes] = deque()
         self._written: tuple[int, bytes] = (0, b"")  # length of what was last written, and its checksum

@@ -18,7 +18,7 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 
-from torch_xla_ckpt import _dcp, api
+from torch_xla_ckpt import _dcp, api, forks
 from torch_xla_ckpt.coordination import Processes
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.manager import keep as keeping
@@ -124,6 +124,7 @@ class CheckpointManager:
         self._timeout = timeout
         self._report: LoadReport | None = None
         self._is_closed = False
+        self._owner = forks.Owner()
         self._closing = threading.Event()
         self._under_way = UnderWay()
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1
@@ -147,7 +148,7 @@ class CheckpointManager:
         self._noticed = False
         if chkpt_on_preemption:
             self._listen()
-        self._agreement = Agreement(self._processes, lambda: self._terminated.received)
+        self._agreement = Agreement(self._processes, self._terminated.was_received)
         self._agreement.restored(last)
         self._last_call = 0
 
@@ -380,10 +381,12 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait, and let go of everything. Puts back the SIGTERM handler that was there before.
 
+        In a forked child this does nothing: the saves are the parent's.
+
         Raises:
             CheckpointError: as ``wait``.
         """
-        if self._is_closed:
+        if self._is_closed or not self._owner.is_here:
             return
         self._is_closed = True
         self._terminated.restore()
@@ -416,6 +419,7 @@ class CheckpointManager:
     # How.
 
     def _facts(self, step: int) -> tuple[bool, float]:
+        self._require_own()
         with self._processes.worded(f"deciding whether to save step {step} to {self.base_path}"):
             preempted, seconds = self._agreement.at(step)
         if self._notice is not None:
@@ -485,6 +489,10 @@ class CheckpointManager:
         if RNG_KEY in state_dict:
             raise CheckpointError(f"the state has the key {RNG_KEY!r}, where rng=True puts the random generators")
         return {**state_dict, RNG_KEY: Generators(self._processes.rank)}
+
+    def _require_own(self) -> None:
+        if not self._owner.is_here:
+            raise CheckpointError(self._owner.refusal("manager"))
 
     def _saved(self) -> list[Saved]:
         """What is known of the committed steps, ascending. Reads their manifests, once."""

@@ -45,13 +45,15 @@ class _Doomed:
         step: its number.
         reason: why.
         facts: its files.
+        stock: whether stock DCP wrote its files.
         is_retired: whether its commit is gone already.
     """
 
     step: int
     reason: str
     facts: Facts
-    is_retired: bool
+    stock: bool
+    is_retired: bool = False
 
 
 class Retention:
@@ -177,7 +179,8 @@ class Retention:
             return []
         doomed = []
         for verdict in self._superfluous(self._proven(step), step):
-            doomed.append(_Doomed(verdict.step, verdict.reason, self._steps.facts(verdict.step), False))
+            stock = self._steps.look(verdict.step).save_id is None
+            doomed.append(_Doomed(verdict.step, verdict.reason, self._steps.facts(verdict.step), stock))
         retired = [self._retired(one) for one in doomed]
         with self._lock:
             self._retired_steps.update(one.step for one in retired if one.is_retired)
@@ -297,7 +300,7 @@ class Retention:
                 if not doomed.is_retired:
                     self._steps.retire(step)
                     doomed = replace(doomed, is_retired=True)
-                is_gone = self._steps.clear(step, doomed.facts.files)
+                is_gone = self._steps.clear(step, doomed.facts.files, stock=doomed.stock)
             except Exception as error:
                 failure = error
                 self._warn(step, attempt, error)

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from torch_xla_ckpt import forks
 from torch_xla_ckpt.manager.retention import Retention
 from torch_xla_ckpt.storage import ShardWriter
 
@@ -72,6 +73,10 @@ class UnderWay:
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
+        self._renew()
+        forks.renew_in_child(self, UnderWay._renew)
+
+    def _renew(self) -> None:
         self._lock = threading.Lock()
 
     def begin(self, step: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
+from torch_xla_ckpt import forks
 from torch_xla_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -37,7 +39,6 @@ logger = logging.getLogger(__name__)
 # torch_xla's manager writes this last; it is a pickle, and never opened.
 _THEIRS = ".manager_metadata"
 _NUMBER = re.compile(r"0|[1-9][0-9]*")
-_LEASE = re.compile(r"lease-[0-9a-f]{16}\.json")
 # The last line of our ``.metadata``: save id, checksum of the manifest, checksum of all before.
 _SEAL = re.compile(rb"\ntorch_xla_ckpt ([0-9a-f]{16}) [0-9a-f]{16} [0-9a-f]{16}\n\Z")
 _TAIL = 128  # bytes at the end of ``.metadata`` that surely hold the seal
@@ -108,6 +109,10 @@ class Steps:
         self._retired = retired
         self._closed = closed or threading.Event()
         self._memory = _Memory()
+        self._renew()
+        forks.renew_in_child(self, Steps._renew)
+
+    def _renew(self) -> None:
         self._lock = threading.Lock()
 
     @property
@@ -311,12 +316,13 @@ class Steps:
         if self.look(step, fresh=True).kind != "unfinished":
             raise OSError(f"{self.at(step)}/{METADATA} is still there after it was deleted")
 
-    def clear(self, step: int, files: Collection[str] = ()) -> bool:
+    def clear(self, step: int, files: Collection[str] = (), *, stock: bool = False) -> bool:
         """Delete the files of a step that has no commit. Files that are not ours stay, and then the folder does too.
 
         Args:
             step: its number.
             files: that are known to be its own; others are found by listing the folder.
+            stock: it was written by stock DCP, whose data files look all alike.
 
         Returns:
             Whether the folder is gone.
@@ -325,15 +331,14 @@ class Steps:
             OSError: some files are still there, or the step is committed again.
         """
         folder = self.folder(step)
-        names = frozenset(folder.names())
+        listing = folder.listing()
         if self.look(step, fresh=True).kind != "unfinished":
             raise OSError(f"{self.at(step)} is committed, so its files stay")
-        ours = _removable(folder, names) | frozenset(files) | ({_THEIRS} & names)
-        folder.remove(sorted(ours))
-        left = [name for name in folder.names() if name in ours and _size(folder, name) is not None]
-        if left:
-            raise OSError(f"{', '.join(sorted(left)[:3])} in {folder.url} is still there after it was deleted")
-        if names - ours:
+        ours = commit.over(folder, listing, None) | frozenset(files) | ({_THEIRS} & listing.keys())
+        if stock:
+            ours |= {name for name in listing if commit.is_part(name)}
+        self._delete(folder, ours)
+        if listing.keys() - ours:
             return False
         self._remove_folder(step)
         with self._lock:
@@ -342,18 +347,30 @@ class Steps:
         return True
 
     def remove_litter(self, step: int) -> bool:
-        """Delete what a save or a deletion of ours has left, if there is nothing else in the folder.
+        """Delete what saves or deletions of ours have left, if there is nothing else in the folder.
+
+        Files of a save that may be alive stay, also if another program makes it.
 
         Returns:
             Whether there was such.
         """
         folder = self.folder(step)
-        names = frozenset(folder.names())
-        if not names or not all(commit.is_part(name, stock=False) or _LEASE.fullmatch(name) for name in names):
+        names = folder.names()
+        if not names or not all(commit.is_part(name, stock=False) for name in names):
             return False
-        if self.look(step, fresh=True).kind != "unfinished" or not _removable(folder, names):
+        clock = f"{METADATA}-{secrets.token_hex(8)}.tmp"  # a name that counts as litter if it should stay
+        folder.put(clock, b"")
+        try:
+            listing = folder.listing()
+        finally:
+            folder.remove([clock])
+        entry = listing.pop(clock, None)
+        over = commit.over(folder, listing, None if entry is None else entry.modified)
+        if not over or self.look(step, fresh=True).kind != "unfinished":
             return False
-        self.clear(step)
+        self._delete(folder, over)
+        if not listing.keys() - over:
+            self._remove_folder(step)
         return True
 
     # How.
@@ -468,6 +485,21 @@ class Steps:
                 known.is_whole = known.is_whole if is_whole is None else is_whole
                 known.damage = damage or known.damage
 
+    def _delete(self, folder: Folder, names: Collection[str]) -> None:
+        """Delete files, manifests last: they show that the other files belong to a save that is over.
+
+        Raises:
+            OSError: some are still there.
+        """
+        for part in (
+            sorted(name for name in names if not name.startswith("manifest-")),
+            sorted(name for name in names if name.startswith("manifest-")),
+        ):
+            folder.remove(part)
+            left = [name for name in folder.names() if name in part and _size(folder, name) is not None]
+            if left:
+                raise OSError(f"{', '.join(left[:3])} in {folder.url} is still there after it was deleted")
+
     def _remove_folder(self, step: int) -> None:
         """Remove a folder that is empty now; what cannot be removed is no step.
 
@@ -483,11 +515,6 @@ class Steps:
         elif not location.is_object_store:
             with suppress(Exception):
                 location.filesystem.rmdir(location.path)
-
-
-def _removable(folder: Folder, names: Collection[str]) -> frozenset[str]:
-    """Those files of a folder without a commit that no save will need any more."""
-    return frozenset(name for name in names if commit.is_part(name))
 
 
 def _sealed_by(folder: Folder) -> str | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from torch_xla_ckpt import _dcp
+from torch_xla_ckpt import _dcp, forks
 from torch_xla_ckpt.coordination import Processes
 from torch_xla_ckpt.errors import CheckpointError
 
@@ -32,12 +32,16 @@ class Sweeps:
         if not processes.alone and processes.group is not None:
             self._store = _dcp.default_store()
             self._key = f"torch_xla_ckpt/swept/{processes.group.group_name}"
-        self._lock = threading.Lock()
+        self._renew()
+        forks.renew_in_child(self, Sweeps._renew)
         self._ended: set[int] = set()
         self._told = 0  # all calls up to this one have ended, and what they made superfluous is deleted
         self._is_over = False
         self._retired: frozenset[int] = frozenset()
         self._never = threading.Event()
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
 
     # On the first rank.
 

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from torch_xla_ckpt import forks
+
 # Smaller buffers are cheap to get.
 _LEAST_BYTES = 1 << 20
 
@@ -25,6 +27,10 @@ class Buffers:
 
     def __init__(self) -> None:
         self._free: deque[Any] = deque()
+        self._renew()
+        forks.renew_in_child(self, Buffers._renew)
+
+    def _renew(self) -> None:
         self._lock = threading.Lock()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

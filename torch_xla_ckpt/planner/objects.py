@@ -16,13 +16,14 @@ import pickle
 import threading
 import types
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-from torch_xla_ckpt import archive
+from torch_xla_ckpt import archive, forks
 from torch_xla_ckpt.errors import CheckpointError, UnsafeObjectError
 
 # What ``torch.serialization.safe_globals`` takes: an object, or an object and the name it has in the pickle.
@@ -43,6 +44,31 @@ _HARMLESS: tuple[AllowedType, ...] = (
 )
 # safe_globals changes a set that belongs to torch's module: one thread at a time.
 _decoding = threading.Lock()
+_admitting: tuple[int, AbstractContextManager[Any]] | None = None  # the thread that does, and its change
+
+
+@forks.in_child
+def _stop_decoding() -> None:
+    """In a forked child, undo the change of a thread that is not there."""
+    global _decoding, _admitting
+    _decoding = threading.Lock()
+    if _admitting is not None and _admitting[0] != threading.get_ident():
+        _admitting[1].__exit__(None, None, None)
+        _admitting = None
+
+
+@contextmanager
+def _admitted(types: Sequence[AllowedType]) -> Iterator[None]:
+    """Let torch's ``weights_only`` unpickler load some more types."""
+    global _admitting
+    change = torch.serialization.safe_globals([*types])
+    with _decoding:
+        _admitting = threading.get_ident(), change
+        try:
+            with change:
+                yield
+        finally:
+            _admitting = None
 
 
 class Encoded:
@@ -111,7 +137,7 @@ def decode(key: str, data: io.BytesIO, allow_types: Sequence[AllowedType], trust
     try:
         if trust_pickle:
             return torch.load(data, map_location="cpu", weights_only=False)
-        with _decoding, torch.serialization.safe_globals([*_HARMLESS, *allow_types]):
+        with _admitted([*_HARMLESS, *allow_types]):
             try:
                 archive.check(data)
                 return torch.load(data, map_location="cpu", weights_only=True)

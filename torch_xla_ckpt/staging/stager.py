@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torch_xla_ckpt import _dcp
+from torch_xla_ckpt import _dcp, forks
 from torch_xla_ckpt.device import TensorAccess, access_of
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.staging.capture import Capture, Choice, Mode
@@ -120,9 +120,10 @@ class SPMDStager:
         self._choice: Choice | None = None
         self._timeline = Timeline()
         self._closed = False
+        self._owner = forks.Owner()
         self._worker = _Worker()
-        weakref.finalize(self, self._worker.stop)
-        _at_exit(self)
+        weakref.finalize(self, self._worker.stop).atexit = False
+        _close_at_exit(self)
 
     @property
     def choice(self) -> Choice | None:
@@ -180,14 +181,17 @@ class SPMDStager:
         """Wait until all saves have ended.
 
         Raises:
-            CheckpointError: one failed, and nobody has asked how it ended.
+            CheckpointError: one failed, and nobody has asked how it ended; or this is a forked child.
         """
+        self._require_own()
         for save in list(self._saves):
             save.wait()
         self.raise_failed()
 
     def close(self, *, cancel: bool = False) -> None:
         """Wait for the saves that are under way, and let go of everything.
+
+        In a forked child this does nothing: the saves are the parent's.
 
         Args:
             cancel: give them up instead. What they were about to replace stays; one that was about to be committed
@@ -196,7 +200,7 @@ class SPMDStager:
         Raises:
             CheckpointError: a save failed, and nobody has asked how it ended.
         """
-        if self._closed:
+        if self._closed or not self._owner.is_here:
             return
         for save in self._saves:
             if cancel or not save.attached:
@@ -209,6 +213,7 @@ class SPMDStager:
                 save.cancel()
             raise
         self._closed = True
+        _open.discard(self)
         self._worker.stop()
         self._capture.release()
         if self._peers is not None:
@@ -228,6 +233,7 @@ class SPMDStager:
 
     def _begin(self) -> Save:
         """Wait for a slot, and take it."""
+        self._require_own()
         if self._closed:
             raise CheckpointError("the stager is closed; create another one")
         for save in self._saves:
@@ -239,9 +245,13 @@ class SPMDStager:
             self._wait_for_slot()
         self.raise_failed()
         self._join_peers()
-        save = Save(self._saves[-1] if self._saves else None, self._worded, self._use_own_group)
+        save = Save(self._saves[-1] if self._saves else None, self._worded, self._use_own_group, self._peers)
         self._saves.append(save)
         return save
+
+    def _require_own(self) -> None:
+        if not self._owner.is_here:
+            raise CheckpointError(self._owner.refusal("stager"))
 
     def _wait_for_slot(self) -> None:
         while len(pending := [save for save in self._saves if not save.ended]) >= self._max_pending:
@@ -253,8 +263,13 @@ class SPMDStager:
 
     def _join_peers(self) -> None:
         """Create the group, at a point of the program that all processes pass in the same order."""
+        if self._peers is not None and self._peers.destroyed and not dist.is_initialized():
+            raise CheckpointError(
+                "the process group that this stager saves with was destroyed. Initialise torch.distributed again, or "
+                "create another stager to save from this process alone"
+            )
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size(self._process_group) > 1
-        if several and (self._peers is None or self._peers.failed):
+        if several and (self._peers is None or self._peers.failed or self._peers.destroyed):
             if self._peers is not None:
                 self._peers.close()
             self._peers = Peers(self._process_group, self._timeout)
@@ -268,6 +283,8 @@ class SPMDStager:
         try:
             captured = self._capture.take(state(), save.check, self._timeline)
         except BaseException as error:
+            if not self._owner.is_here:  # a child that was forked while copying: the save goes on in the parent
+                raise
             failure = error  # for longer than this block
             save.reported = False
             if self._peers is None:
@@ -297,6 +314,8 @@ class SPMDStager:
                 save.wait_for_turn()
                 metadata = write(group)
             except BaseException as error:
+                if not self._owner.is_here:  # a child that was forked by this thread: the save is the parent's
+                    raise
                 upload.set_exception(error)
             else:
                 upload.set_result(metadata)
@@ -308,15 +327,15 @@ class SPMDStager:
         """An error of a save, as one of ours."""
         where = save.where or "its storage"
         if isinstance(error, CheckpointException):
-            worded = _dcp.cause(error, "saved", several=self._peers is not None)
-        elif isinstance(error, CheckpointError) or self._peers is None:
+            worded = _dcp.cause(error, "saved", several=save.peers is not None)
+        elif isinstance(error, CheckpointError) or save.peers is None:
             worded = error
         else:  # what fails on one process is gathered by DCP; only what gathers it can fail like this
-            gone = self._peers.who_is_gone()
+            blame = save.peers.blame(save.number)
             worded = CheckpointError(
-                f"the save to {where} broke off while the processes coordinated it: {gone or 'all of them are there'} "
+                f"the save to {where} broke off while the processes coordinated it: {blame.what} "
                 f"({type(error).__name__}: {error}). {where} holds what it held before, or all of the new checkpoint. "
-                + ("Restart the run from there" if gone else f"If they may be far apart, raise timeout={self._timeout}")
+                + blame.remedy
             )
         if worded is not error:
             worded.__cause__ = error
@@ -330,6 +349,7 @@ class SPMDStager:
         Raises:
             CheckpointError: with that as its cause.
         """
+        self._require_own()
         ended = [save for save in self._saves if save.ended]
         self._saves = [save for save in self._saves if not save.ended]
         wanted = [save.upload for save in ended if save.upload is not None and save.reported and not save.cancelled]
@@ -364,20 +384,26 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         del job  # while this waits for the next one, it must not hold the last one's state
 
 
-def _at_exit(stager: SPMDStager) -> None:
+_open: weakref.WeakSet[SPMDStager] = weakref.WeakSet()
+_registered = False
+
+
+def _close_at_exit(stager: SPMDStager) -> None:
     """Let the interpreter wait for a stager's saves before it takes down what they need.
 
     Threads are waited for anyway, but only when executors take no more work, which the network libraries need.
     ``atexit`` is later still.
     """
-    reference = weakref.ref(stager)
+    global _registered
+    _open.add(stager)
+    if not _registered:
+        _registered = True
+        threading._register_atexit(_close_all)  # type: ignore[attr-defined]
 
-    def finish() -> None:
-        living = reference()
-        if living is not None:
-            try:
-                living.close()
-            except CheckpointError as error:
-                logger.error("%s", error)
 
-    threading._register_atexit(finish)  # type: ignore[attr-defined]
+def _close_all() -> None:
+    for stager in list(_open):
+        try:
+            stager.close()
+        except CheckpointError as error:
+            logger.error("%s", error)

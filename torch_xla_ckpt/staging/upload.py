@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from torch_xla_ckpt import _dcp
+from torch_xla_ckpt import _dcp, forks
 from torch_xla_ckpt.device import Snapshot
 from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.staging.peers import Peers
 from torch_xla_ckpt.storage import turns
 from torch_xla_ckpt.storage.location import Location, PathLike
 
@@ -23,6 +24,23 @@ class Upload(Future):  # type: ignore[type-arg]
     save: Save | None = None
     asked = False
 
+    def done(self) -> bool:
+        """Whether the save has ended, well or not; also true in a forked child, where it never would."""
+        return super().done() or self._foreign()
+
+    def _foreign(self) -> bool:
+        return self.save is not None and not self.save.owner.is_here
+
+    def _require_own(self) -> None:
+        """Refuse to wait in a forked child.
+
+        Raises:
+            CheckpointError: the save runs in the process that this one was forked from.
+        """
+        if self._foreign() and not super().done():
+            assert self.save is not None
+            raise CheckpointError(self.save.owner.refusal("async save"))
+
     def result(self, timeout: float | None = None) -> Any:
         error = self.exception(timeout)
         if error is not None:
@@ -30,10 +48,15 @@ class Upload(Future):  # type: ignore[type-arg]
         return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._require_own()
         try:
             return super().exception(timeout)
         finally:
             self.asked = self.asked or self.done()
+
+    def renew(self) -> None:
+        """In a forked child: no other thread holds the future's lock."""
+        self._condition = threading.Condition()
 
     def error(self) -> BaseException | None:
         """What a save that has ended failed with, without counting as somebody who asked."""
@@ -85,8 +108,11 @@ class Save:
         before: the stager's save that must have ended before this one is written.
         worded: says what an error means that the save fails with.
         begin: called once in the thread that writes, when the planner looks at the state.
+        peers: the processes that save together; None for one process alone.
 
     Attributes:
+        owner: the process that it runs in.
+        number: counts the saves of ``peers``.
         reported: whether its failure is to be raised later if nobody asks.
     """
 
@@ -95,12 +121,16 @@ class Save:
         before: Save | None,
         worded: Callable[[Save, BaseException], BaseException],
         begin: Callable[[], None],
+        peers: Peers | None = None,
     ):
+        self.owner = forks.Owner()
         self.caller = threading.current_thread()
         self.upload: Upload | None = None
         self.snapshots: Sequence[Snapshot] = ()
         self.reported = True
         self.cancelled = False
+        self.peers = peers
+        self.number = 0 if peers is None else peers.begin()
         self._before = before
         self._worded = worded
         self._begin: Callable[[], None] | None = begin
@@ -126,7 +156,10 @@ class Save:
         """Say which future tells how the save ends, and where it writes."""
         self.upload = upload
         self._turn.where = None if path is None else Location.of(path).identity
+        if self.peers is not None:
+            self.peers.goes_to(self.number, self.where)
         upload.save = self
+        forks.renew_in_child(upload, Upload.renew)
         upload.add_done_callback(lambda _: self.end())
         self._attached.set()
 

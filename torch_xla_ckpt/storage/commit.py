@@ -4,6 +4,10 @@ Every file of a save carries the save's id in its name, except ``.metadata``. A 
 manifest, and then replaces ``.metadata`` in one step, which is the commit: readers begin there. Only then are the files
 of the save before it removed. So whenever a save breaks off, ``.metadata`` belongs to files that are all there.
 
+Two programs may save to one folder. The commit compares and swaps: it succeeds only if ``.metadata`` is what it was
+when the save began. So of two saves that overlap, the one that commits first wins. A save removes only files that were
+there when it began: the saves that wrote them cannot commit any more.
+
 Behind DCP's pickle, where ``pickle.load`` does not look, ``.metadata`` ends with a line that names the save id and
 holds the checksums of the pickle and of the manifest. It binds the two together, and lets our reader leave the pickle
 alone.
@@ -14,22 +18,32 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, Damage
-from torch_xla_ckpt.storage.files import Folder
+from torch_xla_ckpt.errors import (
+    CheckpointError,
+    ConcurrentSaveError,
+    CorruptCheckpointError,
+    Damage,
+    ReplacedCheckpointError,
+)
+from torch_xla_ckpt.storage.files import Entry, FileChanged, Folder, Version
+from torch_xla_ckpt.storage.lease import Lease, ended, lease_name, living
 from torch_xla_ckpt.storage.manifest import Manifest, checksum
 from torch_xla_ckpt.storage.unpickle import METADATA, read_metadata
 
 logger = logging.getLogger(__name__)
 
 _OURS = re.compile(
-    r"(?:__\d+_\d+-[0-9a-f]{16}\.distcp|manifest-[0-9a-f]{16}\.json|(?:__\d+)?\.metadata-[0-9a-f]{16}\.tmp)"
+    r"__\d+_\d+-[0-9a-f]{16}\.distcp|(?:manifest|lease)-[0-9a-f]{16}\.json|(?:__\d+)?\.metadata-[0-9a-f]{16}\.tmp"
 )
+_ID = re.compile(r"(?<=-)[0-9a-f]{16}(?=\.)")
+_UNLEASED = 3600.0  # seconds without a write after which a save of an older version counts as over
+_READS = 100  # of a checkpoint that is replaced again and again
 _STOCK = re.compile(r"__\d+_\d+\.distcp")
 _METADATA = re.compile(r"(?:__\d+)?\.metadata")
 _SEAL = re.compile(rb"\ntorch_xla_ckpt ([0-9a-f]{16}) ([0-9a-f]{16}) ([0-9a-f]{16})\n")
@@ -66,14 +80,30 @@ class Committed:
     Args:
         metadata: DCP's. From the manifest its ``storage_data`` maps to ``Stored``, else it is as it was pickled.
         manifest: None for checkpoints that others wrote.
+        version: a checksum of the bytes of ``.metadata``.
     """
 
     metadata: Metadata
     manifest: Manifest | None
+    version: bytes
 
 
-def publish(folder: Folder, manifest: Manifest, pickled: bytes, rank: int | None = None) -> None:
-    """Commit a save whose data files are written."""
+def publish(
+    folder: Folder, manifest: Manifest, pickled: bytes, rank: int | None = None, *, start: Start | None = None
+) -> None:
+    """Commit a save whose data files are written.
+
+    Args:
+        folder: where.
+        manifest, pickled: what the checkpoint holds, for the two files that say so.
+        rank: of a process that saves by itself.
+        start: what the save began from. Without it, whatever is there is replaced.
+
+    Raises:
+        ConcurrentSaveError: another program has saved here since.
+    """
+    if start is not None:
+        start.lease.require()
     sealed = manifest.to_bytes()
     sink = folder.create(manifest_name(manifest.save_id))
     try:
@@ -85,7 +115,14 @@ def publish(folder: Folder, manifest: Manifest, pickled: bytes, rank: int | None
     folder.flush()
     data = pickled + f"\ntorch_xla_ckpt {manifest.save_id} {checksum(sealed).hex()} ".encode()
     name = metadata_name(rank)
-    folder.replace(name, data + checksum(data).hex().encode() + b"\n", f"{name}-{manifest.save_id}.tmp")
+    data += checksum(data).hex().encode() + b"\n"
+    expected = None if start is None else start.version
+    try:
+        folder.replace(name, data, f"{name}-{manifest.save_id}.tmp", expected=expected)
+    except FileChanged as error:
+        # A request that is made again, because its answer was lost, finds what it has written itself.
+        if folder.version(name).data != data:
+            raise _lost_to_another(folder, rank) from error
 
 
 def committed(folder: Folder, rank: int | None = None, *, verify: bool = True) -> Committed:
@@ -103,7 +140,27 @@ def committed(folder: Folder, rank: int | None = None, *, verify: bool = True) -
         UnsafeObjectError: ``.metadata`` names something that could run code.
     """
     name = metadata_name(rank)
-    data = folder.read(name)
+    for _ in range(_READS):
+        data = folder.read(name)
+        found = _committed(folder, name, data, verify)
+        if found is not None:
+            return found
+    raise ReplacedCheckpointError(
+        f"the checkpoint in {folder.url} was replaced {_READS} times while its manifest was read. Save less often, or "
+        "read a checkpoint that is not being replaced"
+    )
+
+
+def version_of(folder: Folder, rank: int | None = None) -> bytes | None:
+    """Return the checksum of what ``.metadata`` holds now; None if it is not there."""
+    try:
+        return checksum(folder.read(metadata_name(rank)))
+    except FileNotFoundError:
+        return None
+
+
+def _committed(folder: Folder, name: str, data: bytes, verify: bool) -> Committed | None:
+    """What ``.metadata`` leads to; None if a newer save has replaced it meanwhile."""
     seal = _seal(data)
     if seal is None or not seal.fits:
         return _unsealed(folder, name, data, seal, verify)
@@ -112,27 +169,27 @@ def committed(folder: Folder, rank: int | None = None, *, verify: bool = True) -
     try:
         sealed = folder.read(where)
         if checksum(sealed) == seal.manifest:
-            return _with_manifest(Manifest.from_bytes(sealed), seal.pickled, name)
+            return _with_manifest(Manifest.from_bytes(sealed), seal.pickled, name, data)
         problem = f"it does not fit {name}"
     except FileNotFoundError:
         problem = "it is missing"
     except ValueError as error:
         problem = str(error)
-    if folder.read(name) != data:  # a newer save has just replaced what was begun to be read
-        return committed(folder, rank, verify=verify)
+    if folder.read(name) != data:
+        return None
     if verify:
         raise _corrupt(where, sealed, problem)
     logger.warning("%s in %s is damaged (%s); as verify=False, it is read without", where, folder.url, problem)
-    return Committed(read_metadata(seal.pickled, name), None)
+    return Committed(read_metadata(seal.pickled, name), None, checksum(data))
 
 
-def _with_manifest(manifest: Manifest, pickled: bytes, name: str) -> Committed:
+def _with_manifest(manifest: Manifest, pickled: bytes, name: str, data: bytes) -> Committed:
     if manifest.planner_data_is_pickled:
         try:
             manifest.metadata.planner_data = read_metadata(pickled, name).planner_data
         except CheckpointError as error:
             logger.warning("what the planner that saved it recorded is left out: %s", error)
-    return Committed(manifest.metadata, manifest)
+    return Committed(manifest.metadata, manifest, checksum(data))
 
 
 def _unsealed(folder: Folder, name: str, data: bytes, seal: _Seal | None, verify: bool) -> Committed:
@@ -153,11 +210,11 @@ def _unsealed(folder: Folder, name: str, data: bytes, seal: _Seal | None, verify
             if verify:
                 raise _corrupt(name, data, "the line that leads to its manifest is damaged")
             with suppress(ValueError):
-                return _with_manifest(Manifest.from_bytes(folder.read(manifest_name(save_id))), data, name)
+                return _with_manifest(Manifest.from_bytes(folder.read(manifest_name(save_id))), data, name, data)
     if failure is not None:
         raise failure
     assert metadata is not None
-    return Committed(metadata, None)
+    return Committed(metadata, None, checksum(data))
 
 
 def written_by(metadata: Metadata) -> str | None:
@@ -184,51 +241,105 @@ def _seal(data: bytes) -> _Seal | None:
     return _Seal(data[:-_SEAL_BYTES], match[1].decode(), bytes.fromhex(match[2].decode()), fits)
 
 
-def remove_leftovers(folder: Folder, rank: int | None = None) -> set[str]:
-    """Before a save: remove files of earlier saves that broke off, so that they cannot fill the disk.
+@dataclass(frozen=True)
+class Start:
+    """What a save found in its folder when it began. Made by ``begin``.
 
-    Returns:
-        The files of what is there now, which the next commit replaces.
+    Args:
+        version: of ``.metadata``. The save is committed only if it still is this one.
+        replaced: files that the commit makes superfluous.
+        lease: tells other programs that the save is alive.
+    """
+
+    version: Version
+    replaced: frozenset[str]
+    lease: Lease
+
+
+def begin(folder: Folder, save_id: str, rank: int | None = None) -> Start:
+    """Begin a save: take its lease, and look at what is there.
+
+    Nothing that could still be committed is removed: only files of saves whose process is known to have ended.
 
     Raises:
         CheckpointError: a rank would save by itself into the checkpoint of all ranks, and no reader would see it.
     """
-    folder.abort_uploads(lambda name: bool(_OURS.fullmatch(name)) and _is_own(name, rank))
-    names = set(folder.names())
-    holders = {name for name in names if _METADATA.fullmatch(name)}
-    if rank is not None and METADATA in holders:
-        raise CheckpointError(
-            f"{folder.url} holds a checkpoint of all ranks, which readers prefer to what one rank saves by itself. "
-            "Save without collectives into another folder"
-        )
-    if rank is not None:
-        holders &= {metadata_name(rank)}
+    lease = Lease(folder, save_id)
     try:
-        needed = {holder: _needed(folder, holder, names) for holder in holders}
-    except CheckpointError as error:
-        logger.warning(
-            "what lies in %s is kept until the next commit, because it cannot be read: %s", folder.url, error
-        )
-        return set()
-    in_use = set().union(*needed.values())
-    # Beside a checkpoint of stock DCP, files named as its are may be what it is just about to commit.
-    ours = holders == {METADATA} and _seal(folder.read(METADATA)) is not None
+        listing = folder.listing()
+        version = folder.version(metadata_name(rank))
+        if rank is not None and METADATA in listing:
+            raise CheckpointError(
+                f"{folder.url} holds a checkpoint of all ranks, which readers prefer to what one rank saves by itself. "
+                "Save without collectives into another folder"
+            )
+        there = _of_checkpoints(listing, rank, stock=rank is None) | _others(listing, rank)
+        there |= {name for name in listing if _belongs(name, {_save_id_of(version) or "/"})}
+        now = listing[lease.name].modified if lease.name in listing else None
+        others = {name: entry for name, entry in listing.items() if name != lease.name}
+        alive = living(folder, others, now)
+        if alive:
+            logger.warning(
+                "another save to %s seems to be under way, by %s. The one that commits first wins, and the other fails",
+                folder.url,
+                ", ".join(str(holder or "an unknown process") for holder in alive.values()),
+            )
+        spared = {save_id, *alive}
+        removable = {name for name in there if not _belongs(name, spared)}
+        # Remote stores may still carry out requests of a dead process, so there nothing goes before the commit.
+        if not folder.remote and (version.data is None or _save_id_of(version)) and not _others(listing, rank):
+            over = ended(folder, others) - {_save_id_of(version)}
+            leftovers = sorted(name for name in removable if _belongs(name, over))
+            removable.difference_update(_removed(folder, leftovers))
+    except BaseException:
+        _end(folder, lease)
+        raise
+    return Start(version, frozenset(removable), lease)
+
+
+def _removed(folder: Folder, names: Sequence[str]) -> Sequence[str]:
+    """Remove leftovers; returns those that are gone. What goes wrong is logged: the next save tries again."""
     try:
-        folder.remove(sorted(_of_checkpoints(names, rank, stock=ours) - in_use))
+        folder.remove(names)
     except OSError as error:
         logger.warning("leftovers in %s could not be removed (%s: %s)", folder.url, type(error).__name__, error)
-    return needed.get(metadata_name(rank), set()) if rank is not None else in_use | (holders - {METADATA})
+        return ()
+    return names
 
 
-def remove_replaced(folder: Folder, save_id: str, before: Collection[str], rank: int | None = None) -> None:
-    """After a commit: remove the save that it replaced.
+def _others(listing: Iterable[str], rank: int | None) -> set[str]:
+    """The metadata of ranks that saved by themselves, which a save of all ranks replaces."""
+    return set() if rank is not None else {name for name in listing if _METADATA.fullmatch(name)} - {METADATA}
 
-    The new checkpoint is safe by now, so what goes wrong here is only logged.
+
+def _end(folder: Folder, lease: Lease) -> None:
+    """End a lease whose save has left no files."""
+    lease.end()
+    with suppress(Exception):
+        folder.remove([lease.name])
+
+
+def _save_id_of(version: Version) -> str | None:
+    seal = None if version.data is None else _seal(version.data)
+    return None if seal is None else seal.save_id
+
+
+def _belongs(name: str, save_ids: Collection[str]) -> bool:
+    return any(save_id in name for save_id in save_ids)
+
+
+def finish(folder: Folder, save_id: str, start: Start) -> None:
+    """After a commit: remove the files that it made superfluous.
+
+    Whoever wrote them began from a ``.metadata`` that is replaced now, and cannot commit any more. The new checkpoint
+    is safe, so what goes wrong here is only logged.
     """
+    start.lease.end()
+    old = {name for name in start.replaced if save_id not in name}
     try:
-        names = set(folder.names())
-        old = _of_checkpoints(names, rank, stock=rank is None) | (names & set(before))
-        folder.remove(sorted(name for name in old if save_id not in name))
+        folder.remove([*sorted(old), start.lease.name])
+        if any(name.startswith("lease-") for name in old):  # that save may have begun uploads as well
+            folder.abort_uploads(lambda name: is_part(name, stock=False) and not _belongs(name, {save_id}))
     except Exception as error:
         logger.warning(
             "the checkpoint in %s is saved, but files of an older one could not be removed (%s: %s). The next save "
@@ -239,24 +350,79 @@ def remove_replaced(folder: Folder, save_id: str, before: Collection[str], rank:
         )
 
 
-def withdraw(folder: Folder, save_id: str, files: Collection[str], rank: int | None = None) -> None:
-    """After a save that failed: remove what it wrote, unless it is committed all the same.
+def withdraw(folder: Folder, save_id: str, start: Start, rank: int | None = None) -> None:
+    """After a save that failed: remove what its processes wrote, unless it is committed all the same.
 
-    An object store may still carry out a put whose answer was lost, so there it is left to the next save.
+    A remote store may still carry out a put whose answer was lost, so there it is left to the next save, unless another
+    save was committed instead.
     """
-    if folder.remote:
-        return
+    start.lease.end()
+    version = folder.version(metadata_name(rank))
+    if _save_id_of(version) == save_id:
+        folder.remove([start.lease.name])
+    elif not folder.remote or version != start.version:
+        own = {name for name in folder.names() if save_id in name and is_part(name, stock=False)}
+        folder.remove([*sorted(own - {start.lease.name}), start.lease.name])
+
+
+def require_unchanged(folder: Folder, start: Start, rank: int | None = None) -> None:
+    """Show that no other program has saved here since a save began.
+
+    Raises:
+        ConcurrentSaveError: naming the other save.
+    """
+    if folder.version(metadata_name(rank)).data != start.version.data:
+        raise _lost_to_another(folder, rank)
+
+
+def _lost_to_another(folder: Folder, rank: int | None) -> ConcurrentSaveError:
     try:
-        seal = _seal(folder.read(metadata_name(rank)))
-        committed = seal is not None and seal.save_id == save_id
+        manifest = committed(folder, rank).manifest
+        other = "another program's save" if manifest is None else _describe(manifest)
     except FileNotFoundError:
-        committed = False
-    if not committed:
-        folder.remove([*files, manifest_name(save_id), f"{metadata_name(rank)}-{save_id}.tmp"])
+        other = f"another program, which removed {metadata_name(rank)}"
+    except CheckpointError:
+        other = "another program's save, which cannot be read"
+    return ConcurrentSaveError(
+        f"{folder.url} was changed while this save ran, by {other}. This save was not committed and the other is "
+        "untouched. Let only one program at a time save to a path: if the other one is an old job that has not ended, "
+        "end it, and save again"
+    )
 
 
-def _of_checkpoints(names: Collection[str], rank: int | None, *, stock: bool) -> set[str]:
-    """Those of ``names`` that are data, manifests or temporary files of ours, or also data of stock DCP."""
+def _describe(manifest: Manifest) -> str:
+    step = "" if manifest.step is None else f" of step {manifest.step}"
+    writer = f" by {manifest.writer}" if manifest.writer else ""
+    return f"save {manifest.save_id}{step}{writer}, committed at {manifest.time}"
+
+
+def over(folder: Folder, listing: Mapping[str, Entry], now: float | None) -> frozenset[str]:
+    """Return those files of a folder without a commit that no save will need any more.
+
+    Files of saves that may be alive are not among them. A save without a lease is one of an older version of this
+    package: it may be alive until it has written its manifest, or nothing for an hour.
+
+    Args:
+        folder: where.
+        listing: its files.
+        now: the storage's clock, in seconds; None if it has none.
+    """
+    alive = set(living(folder, listing, now))
+    parts: dict[str, list[str]] = {}
+    for name in listing:
+        match = _ID.search(name) if is_part(name, stock=False) else None
+        if match is not None:
+            parts.setdefault(match[0], []).append(name)
+    for save_id, names in parts.items():
+        if not {lease_name(save_id), manifest_name(save_id)}.intersection(names):
+            times = [modified for name in names if (modified := listing[name].modified) is not None]
+            if len(times) < len(names) or now is None or now - max(times) < _UNLEASED:
+                alive.add(save_id)
+    return frozenset(name for save_id, names in parts.items() if save_id not in alive for name in names)
+
+
+def _of_checkpoints(names: Iterable[str], rank: int | None, *, stock: bool) -> set[str]:
+    """Those of ``names`` that are data, manifests, leases or temporary files of ours, or also data of stock DCP."""
     return {
         name for name in names if (_OURS.fullmatch(name) and _is_own(name, rank)) or (stock and _STOCK.fullmatch(name))
     }
@@ -265,28 +431,6 @@ def _of_checkpoints(names: Collection[str], rank: int | None, *, stock: bool) ->
 def _is_own(name: str, rank: int | None) -> bool:
     """Whether a save may see to this file; a rank that saves by itself has only its own."""
     return rank is None or name.startswith((f"__{rank}_", f"__{rank}."))
-
-
-def _needed(folder: Folder, holder: str, names: Collection[str]) -> set[str]:
-    """Those of ``names`` that the checkpoint of this ``.metadata`` consists of.
-
-    Raises:
-        CheckpointError: that cannot be told.
-    """
-    data = folder.read(holder)
-    seal = _seal(data)
-    if seal is not None:
-        if not seal.fits:
-            raise _corrupt(holder, data, "it does not fit its checksum")
-        return {name for name in names if seal.save_id in name}
-    metadata = read_metadata(data, holder)
-    if written_by(metadata):
-        raise _corrupt(holder, data, "the line that leads to its manifest is damaged")
-    stored = metadata.storage_data
-    places = stored.values() if isinstance(stored, dict) else ()
-    named = {name for place in places if isinstance(name := getattr(place, "relative_path", None), str)}
-    # Never a file that only claims to be part of a checkpoint.
-    return {name for name in named & set(names) if _STOCK.fullmatch(name) or _OURS.fullmatch(name)}
 
 
 def _corrupt(name: str, data: bytes, what: str) -> CorruptCheckpointError:

@@ -6,30 +6,23 @@ to them.
 
 from __future__ import annotations
 
-import errno
 import logging
 import mmap
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import fsspec
-import numpy as np
-
+from torch_xla_ckpt import forks
 from torch_xla_ckpt.errors import UnsafeObjectError
+from torch_xla_ckpt.storage.filelock import locked
 from torch_xla_ckpt.storage.frame import Bytes
 from torch_xla_ckpt.storage.location import Location
 
 logger = logging.getLogger(__name__)
-
-# A remote read is cut into requests of this many bytes, which run at the same time.
-_REQUEST_BYTES = 16 << 20
-# Requests that failed on the way are made again this often, beside what the fsspec backend does of itself.
-_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
@@ -46,6 +39,35 @@ class Window:
     start: int
     stop: int
     parts: tuple[tuple[int, int], ...]
+
+
+class Entry(NamedTuple):
+    """A file in a listing.
+
+    Args:
+        size: bytes.
+        modified: when it was last written, in seconds of the storage's clock; None if the storage does not tell.
+    """
+
+    size: int
+    modified: float | None
+
+
+@dataclass(frozen=True)
+class Version:
+    """What a file held when it was read, to be compared before the file is replaced.
+
+    Args:
+        data: its bytes; None if there was no file.
+        tag: the store's own name for this version, an ETag for example; None if the store has none.
+    """
+
+    data: bytes | None
+    tag: str | None = None
+
+
+class FileChanged(Exception):
+    """A file is no longer the version that was to be replaced."""
 
 
 class Sink(Protocol):
@@ -72,6 +94,9 @@ class Folder(Protocol):
     def names(self) -> list[str]:
         """All files; none when there is no folder."""
 
+    def listing(self) -> dict[str, Entry]:
+        """All files by name, with their sizes and times."""
+
     def folders(self) -> list[str]:
         """Return the names of the folders in this one. A link counts as what it leads to."""
 
@@ -82,12 +107,26 @@ class Folder(Protocol):
 
     def read(self, name: str) -> bytes: ...
 
+    def version(self, name: str) -> Version:
+        """Return what a file holds now, whether it is there or not."""
+
     def create(self, name: str) -> Sink: ...
 
-    def replace(self, name: str, data: bytes, temporary: str) -> None:
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file. A power failure may undo it."""
+
+    def replace(self, name: str, data: bytes, temporary: str, *, expected: Version | None = None) -> None:
         """Write a whole file in one step: afterwards, and after a crash, it is the old one or the new one.
 
-        ``temporary`` names the file to use on the way where the storage needs one.
+        Args:
+            name: the file.
+            data: its new bytes.
+            temporary: the file to use on the way where the storage needs one.
+            expected: replace the file only if it still is this version. Comparing and replacing is one step on local
+                disks, in S3 and in memory. Elsewhere it is one step only for a file that is not there yet.
+
+        Raises:
+            FileChanged: the file is another version.
         """
 
     def append(self, name: str, line: bytes) -> None:
@@ -97,7 +136,11 @@ class Folder(Protocol):
         """With ``sync``: make the names of new files stable."""
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove files; those that are gone already are fine."""
+        """Remove files; those that are gone already are fine.
+
+        Raises:
+            OSError: some are still there.
+        """
 
     def abort_uploads(self, of: Callable[[str], bool]) -> None:
         """Drop what dead processes have uploaded of files with such names, which nobody sees but the bill."""
@@ -123,7 +166,11 @@ def open_folder(location: Location, *, sync: bool = True) -> Folder:
         location: where it lies.
         sync: whether what is written must survive a power failure (local files; object stores always do).
     """
-    return LocalFolder(location.path, sync) if location.is_local else RemoteFolder(location)
+    if location.is_local:
+        return LocalFolder(location.path, sync)
+    from torch_xla_ckpt.storage.remote import RemoteFolder
+
+    return RemoteFolder(location)
 
 
 def check_inside(name: str) -> None:
@@ -148,6 +195,10 @@ class LocalFolder:
         self.url = path
         self._path = Path(path)
         self._sync = sync
+        self._renew()
+        forks.renew_in_child(self, LocalFolder._renew)
+
+    def _renew(self) -> None:
         self._maps: dict[str, mmap.mmap | None] = {}  # None for an empty file, which cannot be mapped
         self._lock = threading.Lock()
 
@@ -165,6 +216,14 @@ class LocalFolder:
             return os.listdir(self._path)
         except FileNotFoundError:
             return []
+
+    def listing(self) -> dict[str, Entry]:
+        found = {}
+        for name in self.names():
+            with suppress(FileNotFoundError):
+                status = os.stat(self._path / name)
+                found[name] = Entry(status.st_size, status.st_mtime)
+        return found
 
     def folders(self) -> list[str]:
         try:
@@ -190,15 +249,32 @@ class LocalFolder:
     def read(self, name: str) -> bytes:
         return (self._path / name).read_bytes()
 
+    def version(self, name: str) -> Version:
+        try:
+            return Version(self.read(name))
+        except FileNotFoundError:
+            return Version(None)
+
     def create(self, name: str) -> _LocalSink:
         return _LocalSink(self._path / name, self._sync)
 
-    def replace(self, name: str, data: bytes, temporary: str) -> None:
+    def put(self, name: str, data: bytes) -> None:
+        file = os.open(self._path / name, os.O_WRONLY | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+        try:
+            os.write(file, data)
+            os.ftruncate(file, len(data))  # afterwards, so that a file that is written again is never empty
+        finally:
+            os.close(file)
+
+    def replace(self, name: str, data: bytes, temporary: str, *, expected: Version | None = None) -> None:
         sink = self.create(temporary)
         try:
             sink.write(data)
             sink.close()
-            os.replace(self._path / temporary, self._path / name)
+            with nullcontext() if expected is None else locked(self._path):
+                if expected is not None and self.version(name).data != expected.data:
+                    raise FileChanged(name)
+                os.replace(self._path / temporary, self._path / name)
         except BaseException:
             sink.abandon()
             raise
@@ -260,6 +336,7 @@ class _LocalSink:
     def __init__(self, path: Path, sync: bool):
         self._path = path
         self._sync = sync
+        self._owner = forks.Owner()
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
         self._open = True
 
@@ -283,6 +360,8 @@ class _LocalSink:
     def abandon(self) -> None:
         with suppress(OSError):
             self._close()
+        if not self._owner.is_here:  # a forked child unwinds its parent's save, which goes on
+            return
         with suppress(OSError):  # it is named after a save that is never committed; the next one removes it
             os.unlink(self._path)
 
@@ -290,176 +369,3 @@ class _LocalSink:
         if self._open:
             self._open = False
             os.close(self._file)
-
-
-class RemoteFolder:
-    """A folder that fsspec reaches. A put must be atomic, as it is in object stores."""
-
-    remote = True
-
-    def __init__(self, location: Location):
-        assert location.filesystem is not None
-        self.url = location.url
-        self._location = location
-        self._fs = location.filesystem
-        self._path = location.path
-
-    def make(self) -> None:
-        # An object store has no folders, and making one there would make a bucket of a misspelt name.
-        if not self._location.is_object_store:
-            self._fs.makedirs(self._path, exist_ok=True)
-
-    def names(self) -> list[str]:
-        self._forget_listing()
-        try:
-            listed = self._fs.ls(self._path, detail=False)
-        except FileNotFoundError:
-            return []
-        return [name.rstrip("/").rpartition("/")[2] for name in listed]
-
-    def folders(self) -> list[str]:
-        self._forget_listing()
-        try:
-            listed = self._fs.ls(self._path, detail=True)
-        except FileNotFoundError:
-            return []
-        return [entry["name"].rstrip("/").rpartition("/")[2] for entry in listed if entry["type"] == "directory"]
-
-    def size(self, name: str) -> int:
-        check_inside(name)
-        self._forget_listing()
-        return int(self._fs.info(self._full(name))["size"])
-
-    def missing(self, files: Mapping[str, int]) -> list[str]:
-        # One request for all of them.
-        return sorted(set(files) - set(self.names()))
-
-    def read(self, name: str) -> bytes:
-        self._forget_listing()
-        return self._fs.cat_file(self._full(name))
-
-    def create(self, name: str) -> _RemoteSink:
-        return _RemoteSink(self._fs, self._full(name))
-
-    def replace(self, name: str, data: bytes, temporary: str) -> None:
-        self._fs.pipe_file(self._full(name), data)
-
-    def append(self, name: str, line: bytes) -> None:
-        try:
-            before = self.read(name)
-        except FileNotFoundError:
-            before = b""
-        self.replace(name, before + line + b"\n", "")
-
-    def flush(self) -> None:
-        pass
-
-    def remove(self, names: Sequence[str]) -> None:
-        if names:
-            with suppress(FileNotFoundError):
-                self._fs.rm([self._full(name) for name in names])
-
-    def abort_uploads(self, of: Callable[[str], bool]) -> None:
-        call = getattr(self._fs, "call_s3", None)  # other stores drop them by themselves
-        if call is None:
-            return
-        bucket, _, folder = self._path.partition("/")
-        try:
-            prefix = f"{folder}/" if folder else ""
-            found = call("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
-            for upload in found.get("Uploads", ()):
-                if of(upload["Key"].removeprefix(prefix)):  # and not what lies in folders below
-                    call("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
-        except Exception as error:  # it may not be allowed; nothing is lost but a little money
-            logger.info("unfinished uploads in %s were not looked for: %s", self.url, error)
-
-    def view(self, windows: Sequence[Window]) -> list[memoryview]:
-        for window in windows:
-            check_inside(window.name)
-        # Untouched pages of an empty array cost no memory, so a window may be larger than its parts.
-        buffers = [np.empty(window.stop - window.start, dtype=np.uint8) for window in windows]
-        ends = [window.stop - window.start for window in windows]
-        requests = [
-            _Request(number, window.name, start, min(start + _REQUEST_BYTES, stop))
-            for number, window in enumerate(windows)
-            for first, stop in window.parts
-            for start in range(first, stop, _REQUEST_BYTES)
-        ]
-        for request, data in zip(requests, self._get(requests)):
-            place = request.start - windows[request.window].start
-            buffers[request.window][place : place + len(data)] = np.frombuffer(data, dtype=np.uint8)
-            if len(data) < request.stop - request.start:
-                ends[request.window] = min(ends[request.window], place + len(data))
-        return [buffer.data[:end] for buffer, end in zip(buffers, ends)]
-
-    def forget(self, name: str, start: int, stop: int) -> None:
-        pass
-
-    def release(self) -> None:
-        pass
-
-    def _get(self, requests: Sequence[_Request]) -> list[bytes]:
-        """The answers to byte-range requests; those that failed on the way are made again."""
-        self._forget_listing()
-        answers: dict[int, bytes] = {}
-        for attempt in range(1, _ATTEMPTS + 1):
-            asked = [number for number in range(len(requests)) if number not in answers]
-            if not asked:
-                break
-            got = self._fs.cat_ranges(
-                [self._full(requests[number].name) for number in asked],
-                [requests[number].start for number in asked],
-                [requests[number].stop for number in asked],
-                on_error="return",
-            )
-            for number, answer in zip(asked, got):
-                request = requests[number]
-                if isinstance(answer, FileNotFoundError):
-                    raise FileNotFoundError(errno.ENOENT, "no such file", request.name)
-                if not isinstance(answer, BaseException):
-                    answers[number] = answer
-                elif not isinstance(answer, Exception):
-                    raise answer
-                elif self.size(request.name) <= request.start:  # which object stores call an error
-                    answers[number] = b""
-                elif attempt == _ATTEMPTS:
-                    raise answer
-        return [answers[number] for number in range(len(requests))]
-
-    def _forget_listing(self) -> None:
-        """fsspec remembers what it has listed, and then does not find what others have written since."""
-        self._fs.invalidate_cache(self._path)
-
-    def _full(self, name: str) -> str:
-        return f"{self._path}/{name}"
-
-
-class _Request(NamedTuple):
-    """Bytes to ask for, and the number of the window they belong to."""
-
-    window: int
-    name: str
-    start: int
-    stop: int
-
-
-class _RemoteSink:
-    def __init__(self, filesystem: fsspec.AbstractFileSystem, path: str):
-        self._fs = filesystem
-        self._path = path
-        self._file = filesystem.open(path, "wb")
-
-    def write(self, data: Bytes) -> None:
-        self._file.write(data)
-
-    def close(self) -> None:
-        self._file.close()
-
-    def abandon(self) -> None:
-        # Closing would publish what is there. What went wrong before is the error to report, not what goes wrong here.
-        with suppress(Exception):
-            self._file.discard()
-        with suppress(Exception):
-            self._file.closed = True
-        with suppress(Exception):
-            self._fs.rm_file(self._path)

@@ -15,6 +15,7 @@ from typing import Any
 
 import fsspec
 from fsspec.core import url_to_fs
+from fsspec.registry import registry
 
 logger = logging.getLogger(__name__)
 
@@ -124,9 +125,14 @@ def _protocols(filesystem: fsspec.AbstractFileSystem) -> tuple[str, ...]:
     return (named,) if isinstance(named, str) else tuple(named)
 
 
+def _known_protocols() -> frozenset[str]:
+    """fsspec's own protocols, and those that the program has registered."""
+    return frozenset((*fsspec.available_protocols(), *registry))
+
+
 def _protocol(text: str) -> str | None:
     """The protocol that a URL begins with; None for a local path."""
-    known = fsspec.available_protocols()
+    known = _known_protocols()
     if _is_chain(text):
         return text.partition("::")[0].partition("://")[0]
     match = _SCHEME.match(text)
@@ -141,7 +147,7 @@ def _protocol(text: str) -> str | None:
 
 def _is_chain(text: str) -> bool:
     """Whether text is a chain of URLs as fsspec has them, such as ``simplecache::s3://bucket/run``."""
-    known = fsspec.available_protocols()
+    known = _known_protocols()
     first, *rest = text.split("::")
     if not rest:
         return False

@@ -107,6 +107,7 @@ class Manifest:
         metadata: DCP's, whose ``storage_data`` maps every item to its ``Stored``.
         files: size of each data file.
         planner_data_is_pickled: the planner's data is no JSON, and lies only in ``.metadata``.
+        writer: the process that committed it, for people; "" where that was not recorded.
     """
 
     save_id: str
@@ -117,6 +118,7 @@ class Manifest:
     metadata: Metadata
     files: Mapping[str, int]
     planner_data_is_pickled: bool = False
+    writer: str = ""
 
     @property
     def stored(self) -> Mapping[MetadataIndex, Stored]:
@@ -137,6 +139,7 @@ class Manifest:
             "step": self.step,
             "user_metadata": self.user_metadata,
             "software": dict(self.software),
+            "writer": self.writer,
             "block": BLOCK,
             "files": [[name, self.files[name]] for name in names],
             "paths": {key: _path(path) for key, path in paths.items()} if _are_paths(paths) else _unfit(paths),
@@ -195,6 +198,7 @@ class Manifest:
             metadata=_metadata(top),
             files=dict(top["files"]),
             planner_data_is_pickled=top["paths"] == _PICKLED,
+            writer=str(top.get("writer", "")),
         )
 
 

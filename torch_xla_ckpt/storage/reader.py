@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -26,8 +26,14 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from torch_xla_ckpt import _dcp, archive
 from torch_xla_ckpt._gc import without_collector
-from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, Damage, UnsafeObjectError
-from torch_xla_ckpt.storage.commit import Committed, committed, metadata_name
+from torch_xla_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    Damage,
+    ReplacedCheckpointError,
+    UnsafeObjectError,
+)
+from torch_xla_ckpt.storage.commit import Committed, committed, metadata_name, version_of
 from torch_xla_ckpt.storage.files import Folder, Window, open_folder
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike
 from torch_xla_ckpt.storage.manifest import BLOCK, TINY, Manifest, Stored, checksum, foreign
@@ -95,9 +101,11 @@ class ShardReader(StorageReader):
         location: where the checkpoint lies.
         stats: a ``ReadStats``.
         manifest: the checkpoint's ``Manifest`` once its metadata has been read; None if it was written by others.
+        version: a checksum of ``.metadata`` as it was read.
 
     Raises (inside DCP's ``CheckpointException``; ``torch_xla_ckpt.load`` unwraps it):
         CorruptCheckpointError: bytes are not what was written. Key, file and byte range are named.
+        ReplacedCheckpointError: another save replaced the checkpoint while it was read.
         UnsafeObjectError: ``.metadata`` or a tensor's item names something that could run code.
     """
 
@@ -129,6 +137,8 @@ class ShardReader(StorageReader):
             self._folder = open_folder(self.location)
         self.stats = ReadStats()
         self.manifest: Manifest | None = None
+        self.version: bytes | None = None
+        self._rank: int | None = None
 
     @without_collector
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -145,6 +155,8 @@ class ShardReader(StorageReader):
         except Exception as error:
             return _Unreadable(error)
         self.manifest = found.manifest
+        self.version = found.version
+        self._rank = kwargs.get("rank")
         return found.metadata
 
     def _committed(self, rank: int | None) -> Committed:
@@ -168,12 +180,39 @@ class ShardReader(StorageReader):
         self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        return replace(plan, storage_data=self.version)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        if len({plan.storage_data for plan in plans}) > 1 and self._rank is None:
+            raise ReplacedCheckpointError(
+                f"the checkpoint in {self.location} was replaced while it was read: the processes have found different "
+                "ones. Load again"
+            )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        try:
+            self._read_data(plan, planner)
+        except CorruptCheckpointError as error:
+            self.require_current(error)
+            raise
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+    def require_current(self, error: Exception) -> None:
+        """Show that what looks like damage is not only that the checkpoint is no longer the one that was begun.
+
+        Raises:
+            ReplacedCheckpointError: ``.metadata`` has changed.
+        """
+        if self.version is not None and version_of(self._folder, self._rank) != self.version:
+            raise ReplacedCheckpointError(
+                f"the checkpoint in {self.location} was replaced or removed while it was read. What is there now may "
+                "be whole: load again"
+            ) from error
+
+    def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         adopting = planner if isinstance(planner, Adopting) else None
         groups = _groups(plan.items, self._metadata, adopting)
         self.stats.bytes_needed += sum(piece.needed for group in groups for piece in group.pieces)
@@ -187,9 +226,6 @@ class ShardReader(StorageReader):
                     work.run(_jobs(some, self._folder.remote), threads, self._memory_budget, progress)
         finally:
             self._folder.release()
-        done: torch.futures.Future[None] = torch.futures.Future()
-        done.set_result(None)
-        return done
 
     @property
     def checkpoint_id(self) -> str:

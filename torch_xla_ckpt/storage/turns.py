@@ -9,12 +9,21 @@ from __future__ import annotations
 import logging
 import threading
 
+from torch_xla_ckpt import forks
 from torch_xla_ckpt.storage.location import Location
 
 logger = logging.getLogger(__name__)
 
 _changed = threading.Condition()
 _turns: list[Turn] = []  # of the saves in the background that have not ended, in the order in which they began
+
+
+@forks.in_child
+def _forget() -> None:
+    """The parent's saves end in the parent; nobody in a forked child would ever see their end."""
+    global _changed
+    _changed = threading.Condition()
+    _turns.clear()
 
 
 class Turn:

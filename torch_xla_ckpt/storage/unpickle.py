@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from torch_xla_ckpt import forks
 from torch_xla_ckpt.errors import CorruptCheckpointError, Damage, UnsafeObjectError
 
 METADATA = ".metadata"
@@ -108,6 +109,18 @@ _CHANGEABLE = [
     if hasattr(thing, "__dict__") and thing.__module__ != "builtins"
 ]
 _unpickling = threading.Lock()
+_before: tuple[int, list[dict[str, Any]]] | None = None  # the thread that unpickles, and their attributes before
+
+
+@forks.in_child
+def _stop_unpickling() -> None:
+    """In a forked child, undo what another thread's pickle has set."""
+    global _unpickling, _before
+    _unpickling = threading.Lock()
+    if _before is not None and _before[0] != threading.get_ident():
+        for thing, old in zip(_CHANGEABLE, _before[1]):
+            _restored(thing, old)
+        _before = None
 
 
 @contextmanager
@@ -117,11 +130,14 @@ def _unchanged() -> Iterator[None]:
     Raises:
         UnsafeObjectError: it did.
     """
+    global _before
     with _unpickling:
         before = [dict(vars(thing)) for thing in _CHANGEABLE]
+        _before = threading.get_ident(), before
         try:
             yield
         finally:
+            _before = None
             changed = [_restored(thing, old) for thing, old in zip(_CHANGEABLE, before)]
             if any(changed):
                 names = [str(thing) for thing, was in zip(_CHANGEABLE, changed) if was]

@@ -30,12 +30,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from torch_xla_ckpt import _dcp
+from torch_xla_ckpt import _dcp, forks
 from torch_xla_ckpt._gc import without_collector
 from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
 from torch_xla_ckpt.storage import commit, turns
 from torch_xla_ckpt.storage.files import Folder, Sink, open_folder
 from torch_xla_ckpt.storage.frame import Bytes, item_of
+from torch_xla_ckpt.storage.lease import Holder
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike
 from torch_xla_ckpt.storage.manifest import BLOCK, TINY, Manifest, Stored, checksum, padded
 from torch_xla_ckpt.storage.progress import Progress
@@ -132,7 +133,8 @@ class ShardWriter(StorageWriter):
         self._own_rank: int | None = None  # of a save without collectives
         self._nonce = ""  # of the save under way, so that the plan of another one is known
         self._save_id = ""
-        self._before: set[str] = set()
+        self._start: commit.Start | None = None  # of the save under way, in the process that coordinates it
+        self._processes = 1
         self.reset(path)
 
     def reset(self, checkpoint_id: PathLike | Location | None = None) -> None:
@@ -150,13 +152,28 @@ class ShardWriter(StorageWriter):
         return replace(plan, storage_data=self._nonce)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self.abandon()
         self._save_id = commit.new_save_id()
-        self._before = commit.remove_leftovers(self._folder, self._own_rank)
+        self._processes = len(plans)
+        self._start = commit.begin(self._folder, self._save_id, self._own_rank)
         first = self._own_rank or 0
         places = (_Place(self._save_id, first + n, plan.storage_data) for n, plan in enumerate(plans))
         return [replace(plan, storage_data=place) for plan, place in zip(plans, places)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            written = self._written(plan, planner)
+        except BaseException:
+            if self._processes == 1:
+                self.abandon()
+            elif self._start is not None:  # other processes may still write: ``abandon`` or the next save clears up
+                self._start.lease.end()
+            raise
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(written)
+        return done
+
+    def _written(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         place: _Place = plan.storage_data
         if place.nonce != self._nonce:
             raise CheckpointError(
@@ -174,9 +191,7 @@ class ShardWriter(StorageWriter):
         except BaseException:
             self._folder.remove(list(_files(result.storage_data for result in written)))
             raise
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(written)
-        return done
+        return written
 
     @without_collector
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -184,19 +199,37 @@ class ShardWriter(StorageWriter):
         finished = _dcp.finished(metadata, stored, self.storage_meta())
         files = _files(stored.values())
         places = _places(stored)
+        start = self._start
+        if start is None:
+            raise CheckpointError("this writer has no save under way; call prepare_global_plan first")
         try:
             with (self.timeline or Timeline()).span("commit"):
-                self._commit(finished, places, files)
+                self._commit(finished, places, files, start)
         except BaseException:
-            with suppress(Exception):  # what went wrong before is the error to report
-                commit.withdraw(self._folder, self._save_id, files, self._own_rank)
+            self.abandon()
             raise
-        commit.remove_replaced(self._folder, self._save_id, self._before, self._own_rank)
+        commit.finish(self._folder, self._save_id, start)
+        self._start = None
         metadata.storage_data, metadata.storage_meta = places, finished.storage_meta  # ``save`` returns it
 
-    def _commit(self, finished: Metadata, places: Mapping[MetadataIndex, Any], files: Mapping[str, int]) -> None:
+    def abandon(self) -> None:
+        """Say that the save under way has failed: what it wrote is removed, now or by the next save."""
+        start, self._start = self._start, None
+        if start is not None and start.lease.is_here:  # in a forked child, the save goes on in the parent
+            with suppress(Exception):  # what went wrong before is the error to report
+                commit.withdraw(self._folder, self._save_id, start, self._own_rank)
+
+    def _commit(
+        self,
+        finished: Metadata,
+        places: Mapping[MetadataIndex, Any],
+        files: Mapping[str, int],
+        start: commit.Start,
+    ) -> None:
         _require_all(finished)
-        self._require_files(files)
+        # A remote store that has confirmed a put of this process has the object.
+        if self._processes > 1 or not self._folder.remote:
+            self._require_files(files, start)
         manifest = Manifest(
             save_id=self._save_id,
             time=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -205,18 +238,21 @@ class ShardWriter(StorageWriter):
             software=_software(),
             metadata=finished,
             files=dict(sorted(files.items())),
+            writer=str(Holder.here()),
         )
         pickled = pickle.dumps(replace(finished, storage_data=places))
-        commit.publish(self._folder, manifest, pickled, self._own_rank)
+        commit.publish(self._folder, manifest, pickled, self._own_rank, start=start)
 
-    def _require_files(self, files: Mapping[str, int]) -> None:
+    def _require_files(self, files: Mapping[str, int], start: commit.Start) -> None:
         """Show that the coordinator sees what the other processes have written.
 
         Raises:
+            ConcurrentSaveError: another program has saved here since, and may have removed files.
             CheckpointError: it does not, so nobody could load it.
         """
         missing = self._folder.missing(files)
         if missing:
+            commit.require_unchanged(self._folder, start, self._own_rank)
             raise CheckpointError(
                 f"the checkpoint was not committed: {', '.join(missing[:5])} cannot be seen whole in "
                 f"{self._folder.url} from the coordinator. All processes must write to one shared folder; if this is "
@@ -423,6 +459,7 @@ def _write(
             else:
                 jobs.put(batch)
 
+    owner = forks.Owner()
     # Events, because Python takes a thread for ended when an interrupt breaks off join().
     ends: list[threading.Event] = []
     try:
@@ -435,6 +472,8 @@ def _write(
     except _Failed:
         pass
     except BaseException as error:  # KeyboardInterrupt too: no thread may go on writing
+        if not owner.is_here:  # a child that the planner forked: threads and files are the parent's
+            raise
         fail(error)
     _end(ends, jobs)
     if failures:

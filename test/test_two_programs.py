@@ -1,0 +1,370 @@
+"""Two programs at one path: whichever commits first wins, the other is told, and no checkpoint is lost."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from s3 import Server, asks, broken_after
+
+import torch_xla_ckpt as xc
+from torch_xla_ckpt.storage import commit, lease
+from torch_xla_ckpt.storage.files import open_folder
+from torch_xla_ckpt.storage.location import Location
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def s3():
+    with Server() as server, server.bucket("two-programs") as bucket:
+        yield bucket
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
+def place(request, tmp_path):
+    """A new path, and what fsspec needs for it."""
+    if request.param == "local":
+        return str(tmp_path / "checkpoint"), None
+    if request.param == "memory":
+        return f"memory://two-programs/{uuid.uuid4().hex}", None
+    bucket = request.getfixturevalue("s3")
+    return f"s3://{bucket.name}/{uuid.uuid4().hex}", bucket.server.options
+
+
+def steps_of(path, options, value):
+    """The steps of one save, each as DCP makes them; another program may do anything between two of them."""
+    writer = xc.ShardWriter(path, sync=False, threads=1, storage_options=options)
+    planner = xc.SPMDSavePlanner()
+    planner.set_up_planner({"t": torch.full((100,), value)}, writer.storage_meta(), True)
+    writer.set_up_storage_writer(True)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    yield writer
+    plans, metadata = planner.create_global_plan([plan])
+    (plan,) = writer.prepare_global_plan(plans)
+    yield writer
+    results = writer.write_data(planner.finish_plan(plan), planner).wait()
+    yield writer
+    writer.finish(metadata, [results])
+
+
+def value_at(path, options):
+    """What the checkpoint holds; None if there is none."""
+    state = {"t": torch.zeros(100)}
+    try:
+        xc.load(state, storage_reader=xc.ShardReader(path, storage_options=options))
+    except xc.CheckpointError as error:
+        assert "there is no checkpoint" in str(error), error
+        return None
+    assert len(state["t"].unique()) == 1
+    return float(state["t"][0])
+
+
+def files_at(path, options):
+    return set(open_folder(Location.of(path, options)).names())
+
+
+def interleave(path, options, order, dies):
+    """Run saves step by step in an order; after each step, what was committed last must be there, whole.
+
+    Args:
+        order: numbers of saves, one for each step.
+        dies: saves whose process ends after so many steps.
+    """
+    saves = {number: steps_of(path, options, float(number)) for number in set(order)}
+    writers, taken, ended = {}, dict.fromkeys(saves, 0), set()
+    current = value_at(path, options)
+    for number in order:
+        if number in ended:
+            continue
+        if dies.get(number) == taken[number]:
+            if number in writers and writers[number]._start is not None:
+                writers[number]._start.lease.end()  # as if its process were gone
+            ended.add(number)
+            continue
+        taken[number] += 1
+        try:
+            writers[number] = next(saves[number])
+        except StopIteration:
+            current = float(number)
+            ended.add(number)
+        except xc.ConcurrentSaveError as error:
+            assert "another" in str(error) or "save " in str(error)
+            ended.add(number)
+        assert value_at(path, options) == current
+    return current
+
+
+orders = st.lists(st.integers(1, 3), min_size=4, max_size=16)
+deaths = st.dictionaries(st.integers(1, 3), st.integers(0, 3), max_size=2)
+
+
+@settings(max_examples=150)
+@given(order=orders, dies=deaths, old=st.booleans())
+def test_whatever_the_order_the_last_commit_is_there_whole(tmp_path_factory, order, dies, old):
+    for path in (str(tmp_path_factory.mktemp("run") / "c"), f"memory://two-programs/{uuid.uuid4().hex}"):
+        if old:
+            xc.save({"t": torch.zeros(100)}, path, sync=False)
+        interleave(path, None, order, dies)
+        xc.save({"t": torch.full((100,), 9.0)}, path, sync=False)
+        assert value_at(path, None) == 9.0
+
+
+@settings(max_examples=10)
+@given(order=orders, dies=deaths)
+def test_whatever_the_order_the_last_commit_is_there_whole_in_s3(s3, order, dies):
+    path, options = f"s3://{s3.name}/{uuid.uuid4().hex}", s3.server.options
+    interleave(path, options, order, dies)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_the_loser_is_told_who_won_and_leaves_nothing(place, old):
+    path, options = place
+    if old:
+        xc.save({"t": torch.zeros(100)}, storage_writer=xc.ShardWriter(path, storage_options=options))
+    slow = steps_of(path, options, 1.0)
+    for _ in range(3):
+        next(slow)
+    xc.save({"t": torch.full((100,), 2.0)}, storage_writer=xc.ShardWriter(path, step=42, storage_options=options))
+    with pytest.raises(xc.ConcurrentSaveError, match=rf"of step 42 by process {os.getpid()} on .*, committed at"):
+        next(slow)
+    assert value_at(path, options) == 2.0
+    assert len(files_at(path, options)) == 3, files_at(path, options)
+
+
+def test_a_save_that_may_be_alive_keeps_its_files(place):
+    """It cannot commit any more, and finds that out by itself."""
+    path, options = place
+    slow = steps_of(path, options, 1.0)
+    for _ in range(3):
+        next(slow)
+    own = files_at(path, options)
+    xc.save({"t": torch.full((100,), 2.0)}, storage_writer=xc.ShardWriter(path, storage_options=options))
+    assert own <= files_at(path, options)
+
+
+def test_a_save_after_another_replaces_it(place):
+    path, options = place
+    for value in (1.0, 2.0, 3.0):
+        for _ in steps_of(path, options, value):
+            pass
+        assert value_at(path, options) == value
+        assert len(files_at(path, options)) == 3
+
+
+def test_a_commit_whose_answer_was_lost_is_not_taken_for_another_programs(s3):
+    """s3fs repeats the request, and its condition does not hold any more: for what it has written itself."""
+    path, options = f"s3://{s3.name}/lost-answer", s3.server.options
+    for value in (1.0, 2.0):
+        with s3.server.failing(broken_after, asks("PutObject", ".metadata"), times=1) as met:
+            for _ in steps_of(path, options, value):
+                pass
+        assert met
+        assert value_at(path, options) == value
+
+
+def test_a_checkpoint_that_lists_late_is_not_replaced_unseen(place, monkeypatch):
+    """Some stores show what was put only later. The old checkpoint is read, not looked for in a listing."""
+    path, options = place
+    xc.save({"t": torch.zeros(100)}, storage_writer=xc.ShardWriter(path, storage_options=options))
+    before = files_at(path, options)
+    folder = type(open_folder(Location.of(path, options)))
+    listing = folder.listing
+    hidden = lambda self: {n: e for n, e in listing(self).items() if n != ".metadata"}  # noqa: E731
+    monkeypatch.setattr(folder, "listing", hidden)
+    slow = steps_of(path, options, 1.0)
+    for _ in range(3):
+        next(slow)
+    slow.close()
+    assert before <= files_at(path, options) | {".metadata"}
+    assert value_at(path, options) == 0.0
+
+
+OTHER = """
+import sys, torch, torch_xla_ckpt as xc
+for line in sys.stdin:
+    value = float(line)
+    try:
+        xc.save({"t": torch.full((100,), value)}, sys.argv[1], sync=False)
+        print("saved", flush=True)
+    except xc.ConcurrentSaveError as error:
+        print("lost", flush=True)
+"""
+
+
+def test_two_programs_that_save_all_the_time_leave_a_whole_checkpoint(tmp_path):
+    """Real processes, at full speed; every save is made or told to have lost, and the last one made is there."""
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "PYTHONWARNINGS": "ignore"}
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", OTHER, str(tmp_path / "c")],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    numbers = range(1, 41)
+    said = [None, None]
+
+    def talk(n):
+        text = "".join(f"{n * 100 + i}\n" for i in numbers)
+        said[n] = programs[n].communicate(text, timeout=120)[0].split()
+
+    threads = [threading.Thread(target=talk, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(len(words) == len(numbers) and set(words) <= {"saved", "lost"} for words in said), said
+    assert "saved" in said[0] + said[1]
+    made = {n * 100 + i for n in range(2) for i, word in zip(numbers, said[n]) if word == "saved"}
+    assert value_at(str(tmp_path / "c"), None) in made
+    assert xc.verify(tmp_path / "c").ok
+
+
+def test_a_reader_gets_one_whole_checkpoint_while_it_is_replaced(tmp_path):
+    """The files it has begun with go away: it begins again, and says so."""
+    path = tmp_path / "c"
+    xc.save({"t": torch.full((100,), 1.0)}, path)
+
+    class Late(xc.ShardReader):
+        replaced = 0
+
+        def read_data(self, plan, planner):
+            if self.replaced < 2:
+                self.replaced += 1
+                xc.save({"t": torch.full((100,), 1.0 + self.replaced)}, path)
+            return super().read_data(plan, planner)
+
+    state = {"t": torch.zeros(100)}
+    report = xc.load(state, storage_reader=Late(path))
+    assert report.restarts == 2 and "began again 2 times" in str(report)
+    assert state["t"].eq(3).all()
+
+
+def test_a_reader_of_what_is_removed_is_not_told_of_damage(tmp_path):
+    path = tmp_path / "c"
+    xc.save({"t": torch.full((100,), 1.0)}, path)
+
+    class Late(xc.ShardReader):
+        def read_data(self, plan, planner):
+            for file in sorted(path.iterdir()):
+                file.unlink()
+            return super().read_data(plan, planner)
+
+    with pytest.raises(xc.CheckpointError, match="there is no checkpoint"):
+        xc.load({"t": torch.zeros(100)}, storage_reader=Late(path))
+
+
+def test_a_reader_that_never_catches_up_gives_up_without_calling_it_damage(tmp_path):
+    path = tmp_path / "c"
+    xc.save({"t": torch.zeros(100)}, path)
+
+    class Late(xc.ShardReader):
+        def read_data(self, plan, planner):
+            xc.save({"t": torch.ones(100)}, path, sync=False)
+            return super().read_data(plan, planner)
+
+    with pytest.raises(xc.ReplacedCheckpointError, match="was replaced"):
+        xc.load({"t": torch.zeros(100)}, storage_reader=Late(path))
+
+
+def test_damage_of_the_current_checkpoint_is_told_as_before(tmp_path):
+    xc.save({"t": torch.ones(100)}, tmp_path)
+    (data,) = tmp_path.glob("*.distcp")
+    data.unlink()
+    with pytest.raises(xc.CorruptCheckpointError):
+        xc.load({"t": torch.zeros(100)}, tmp_path)
+
+
+# Leases.
+
+
+def holder(**changes):
+    fields = json.loads(lease.Holder.here().to_bytes())
+    return lease.Holder(**{**fields, **changes})
+
+
+def ended_process():
+    process = subprocess.Popen([sys.executable, "-c", "pass"])
+    process.wait()
+    return process.pid
+
+
+def test_a_lease_knows_a_process_that_has_ended_on_this_machine():
+    assert lease.Holder.here().is_alive() is True
+    assert holder(pid=ended_process()).is_alive() is False
+    assert holder(started="1").is_alive() is False, "another process has got the same number since"
+    assert holder(boot="another boot").is_alive() is None
+    assert holder(space="pid:[1]").is_alive() is None, "another container's process numbers"
+
+
+def leave(folder, owner, age=0.0):
+    """Leave the files of a save that broke off, with a lease."""
+    folder.mkdir(exist_ok=True)
+    save_id = commit.new_save_id()
+    for name in (commit.data_name(0, 0, save_id), lease.lease_name(save_id)):
+        (folder / name).write_bytes(owner.to_bytes())
+        os.utime(folder / name, (os.stat(folder / name).st_mtime - age,) * 2)
+    return save_id
+
+
+@pytest.mark.parametrize(
+    "owner, age, goes",
+    [
+        ({"pid": "ended"}, 0, True),
+        ({"boot": "elsewhere"}, 0, False),
+        ({"boot": "elsewhere"}, lease.EXPIRY + 60, True),
+        ({}, 0, True),  # of this very process, which has no such save under way
+    ],
+)
+def test_files_of_a_save_that_may_be_alive_stay(tmp_path, owner, age, goes):
+    owner = {**owner, "pid": ended_process()} if "pid" in owner else owner
+    save_id = leave(tmp_path / "c", holder(**owner), age)
+    xc.save({"t": torch.ones(3)}, tmp_path / "c")
+    left = [name for name in os.listdir(tmp_path / "c") if save_id in name]
+    assert bool(left) is not goes, left
+
+
+def test_a_lease_that_could_not_be_renewed_fails_its_save(tmp_path, monkeypatch):
+    """Another program may have taken it for dead: a machine that slept, or a store that did not answer."""
+    xc.save({"t": torch.zeros(100)}, tmp_path / "c")
+    save = steps_of(tmp_path / "c", None, 1.0)
+    for _ in range(3):
+        next(save)
+    now = lease._clock()
+    monkeypatch.setattr(lease, "_clock", lambda: now + lease.EXPIRY)
+    with pytest.raises(xc.CheckpointError, match="lease was not renewed"):
+        next(save)
+    monkeypatch.undo()
+    assert value_at(tmp_path / "c", None) == 0.0
+
+
+def test_a_lease_is_renewed_while_a_save_lasts(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease, "RENEWAL", 0.01)
+    folder = open_folder(Location.of(tmp_path))
+    renewed = threading.Event()
+    put = folder.put
+    monkeypatch.setattr(folder, "put", lambda *args: (put(*args), renewed.set()))
+    held = lease.Lease(folder, commit.new_save_id())
+    renewed.clear()
+    assert renewed.wait(60)
+    held.end()
+
+
+def test_nothing_of_a_lease_is_left_after_a_save(place):
+    path, options = place
+    before = set(lease._held)
+    xc.save({"t": torch.ones(3)}, storage_writer=xc.ShardWriter(path, storage_options=options))
+    assert not [name for name in files_at(path, options) if "lease" in name]
+    assert lease._held <= before
