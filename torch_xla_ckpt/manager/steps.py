@@ -491,14 +491,8 @@ class Steps:
         Raises:
             OSError: some are still there.
         """
-        for part in (
-            sorted(name for name in names if not name.startswith("manifest-")),
-            sorted(name for name in names if name.startswith("manifest-")),
-        ):
-            folder.remove(part)
-            left = [name for name in folder.names() if name in part and _size(folder, name) is not None]
-            if left:
-                raise OSError(f"{', '.join(left[:3])} in {folder.url} is still there after it was deleted")
+        folder.remove(sorted(name for name in names if not name.startswith("manifest-")))
+        folder.remove(sorted(name for name in names if name.startswith("manifest-")))
 
     def _remove_folder(self, step: int) -> None:
         """Remove a folder that is empty now; what cannot be removed is no step.
