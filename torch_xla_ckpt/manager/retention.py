@@ -181,7 +181,14 @@ class Retention:
         for verdict in self._superfluous(self._proven(step), step):
             stock = self._steps.look(verdict.step).save_id is None
             doomed.append(_Doomed(verdict.step, verdict.reason, self._steps.facts(verdict.step), stock))
-        retired = [self._retired(one) for one in doomed]
+        retired = []
+        for one in doomed:
+            retired.append(self._retired(one))
+            if not retired[-1].is_retired:
+                # The save waits for this, and a store that refuses one deletion will refuse the others too.
+                if len(retired) < len(doomed):
+                    logger.warning("%s more steps are to be deleted after the next save", len(doomed) - len(retired))
+                break
         with self._lock:
             self._retired_steps.update(one.step for one in retired if one.is_retired)
             steps = frozenset(self._retired_steps)
