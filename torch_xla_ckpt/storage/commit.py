@@ -121,7 +121,7 @@ def publish(
         folder.replace(name, data, f"{name}-{manifest.save_id}.tmp", expected=expected)
     except FileChanged as error:
         # A request that is made again, because its answer was lost, finds what it has written itself.
-        if folder.version(name).data != data:
+        if not folder.version(name).is_same(Version.of(data)):
             raise _lost_to_another(folder, rank) from error
 
 
@@ -287,7 +287,7 @@ def begin(folder: Folder, save_id: str, rank: int | None = None) -> Start:
         spared = {save_id, *alive}
         removable = {name for name in there if not _belongs(name, spared)}
         # Remote stores may still carry out requests of a dead process, so there nothing goes before the commit.
-        if not folder.remote and (version.data is None or _save_id_of(version)) and not _others(listing, rank):
+        if not folder.remote and (not version.exists or _save_id_of(version)) and not _others(listing, rank):
             over = ended(folder, others) - {_save_id_of(version)}
             leftovers = sorted(name for name in removable if _belongs(name, over))
             removable.difference_update(_removed(folder, leftovers))
@@ -320,8 +320,8 @@ def _end(folder: Folder, lease: Lease) -> None:
 
 
 def _save_id_of(version: Version) -> str | None:
-    seal = None if version.data is None else _seal(version.data)
-    return None if seal is None else seal.save_id
+    match = _SEAL.fullmatch(version.end, max(len(version.end) - _SEAL_BYTES, 0))
+    return None if match is None else match[1].decode()
 
 
 def _belongs(name: str, save_ids: Collection[str]) -> bool:
@@ -360,7 +360,7 @@ def withdraw(folder: Folder, save_id: str, start: Start, rank: int | None = None
     version = folder.version(metadata_name(rank))
     if _save_id_of(version) == save_id:
         folder.remove([start.lease.name])
-    elif not folder.remote or version != start.version:
+    elif not folder.remote or not version.is_same(start.version):
         own = {name for name in folder.names() if save_id in name and is_part(name, stock=False)}
         folder.remove([*sorted(own - {start.lease.name}), start.lease.name])
 
@@ -371,7 +371,7 @@ def require_unchanged(folder: Folder, start: Start, rank: int | None = None) -> 
     Raises:
         ConcurrentSaveError: naming the other save.
     """
-    if folder.version(metadata_name(rank)).data != start.version.data:
+    if not folder.version(metadata_name(rank)).is_same(start.version):
         raise _lost_to_another(folder, rank)
 
 

@@ -14,7 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import xxhash
 
 from torch_xla_ckpt import forks
 from torch_xla_ckpt.errors import UnsafeObjectError
@@ -58,12 +60,34 @@ class Version:
     """What a file held when it was read, to be compared before the file is replaced.
 
     Args:
-        data: its bytes; None if there was no file.
+        digest: a digest of its bytes; None if there was no file.
+        end: its last bytes, at most ``ENDING`` of them.
         tag: the store's own name for this version, an ETag for example; None if the store has none.
     """
 
-    data: bytes | None
+    digest: bytes | None
+    end: bytes = b""
     tag: str | None = None
+
+    ENDING: ClassVar[int] = 256
+
+    @classmethod
+    def of(cls, data: bytes, tag: str | None = None) -> Version:
+        """Return the version of a file that holds ``data``."""
+        return cls(xxhash.xxh3_128_digest(data), data[-cls.ENDING :], tag)
+
+    @classmethod
+    def none(cls) -> Version:
+        """Return the version of a file that is not there."""
+        return cls(None)
+
+    @property
+    def exists(self) -> bool:
+        return self.digest is not None
+
+    def is_same(self, other: Version) -> bool:
+        """Whether both hold the same bytes, or both are not there."""
+        return self.digest == other.digest
 
 
 class FileChanged(Exception):
@@ -251,9 +275,9 @@ class LocalFolder:
 
     def version(self, name: str) -> Version:
         try:
-            return Version(self.read(name))
+            return Version.of(self.read(name))
         except FileNotFoundError:
-            return Version(None)
+            return Version.none()
 
     def create(self, name: str) -> _LocalSink:
         return _LocalSink(self._path / name, self._sync)
@@ -272,7 +296,7 @@ class LocalFolder:
             sink.write(data)
             sink.close()
             with nullcontext() if expected is None else locked(self._path):
-                if expected is not None and self.version(name).data != expected.data:
+                if expected is not None and not self.version(name).is_same(expected):
                     raise FileChanged(name)
                 os.replace(self._path / temporary, self._path / name)
         except BaseException:

@@ -93,9 +93,9 @@ class RemoteFolder:
 
     def version(self, name: str) -> Version:
         try:
-            return Version(*self._read(name))
+            return Version.of(*self._read(name))
         except FileNotFoundError:
-            return Version(None)
+            return Version.none()
 
     def create(self, name: str) -> _RemoteSink:
         return _RemoteSink(self, name)
@@ -111,7 +111,7 @@ class RemoteFolder:
         elif "memory" in self._protocols():
             with _memory_lock:
                 self._compare_and_put(name, data, expected)
-        elif expected.data is None and not _CAN_CREATE.isdisjoint(self._protocols()):
+        elif not expected.exists and not _CAN_CREATE.isdisjoint(self._protocols()):
             try:
                 self._call(f"write {name}", len(data), self._fs.pipe_file, self._full(name), data, mode="create")
             except FileExistsError as error:
@@ -264,7 +264,7 @@ class RemoteFolder:
         return True
 
     def _compare_and_put(self, name: str, data: bytes, expected: Version) -> None:
-        if self.version(name).data != expected.data:
+        if not self.version(name).is_same(expected):
             raise FileChanged(name)
         self.put(name, data)
 
@@ -288,7 +288,7 @@ class RemoteFolder:
         return sync(self._fs.loop, get)  # type: ignore[no-any-return]
 
     def _replace_s3(self, name: str, data: bytes, expected: Version) -> None:
-        condition = {"IfNoneMatch": "*"} if expected.data is None else {"IfMatch": expected.tag}
+        condition = {"IfNoneMatch": "*"} if not expected.exists else {"IfMatch": expected.tag}
         whole = {"chunksize": max(50 << 20, len(data))}  # conditions hold for an object that is put in one request
         try:
             self._call(f"write {name}", len(data), self._fs.pipe_file, self._full(name), data, **whole, **condition)
