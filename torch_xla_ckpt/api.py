@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt._gc import without_collector
-from torch_xla_ckpt.errors import CheckpointError, ReplacedCheckpointError
+from torch_xla_ckpt.coordination import Processes
+from torch_xla_ckpt.errors import ReplacedCheckpointError
 from torch_xla_ckpt.planner import SPMDLoadPlanner, SPMDSavePlanner
 from torch_xla_ckpt.planner.load import Place
 from torch_xla_ckpt.planner.objects import AllowedType
@@ -75,9 +76,11 @@ def save(
         storage_writer.reset(path)
     if (location := _location(storage_writer)) is not None:
         turns.wait_for(location)
-    with agreed(process_group, no_dist):
+    doing = f"saving to {location or 'a storage writer'}"
+    with agreed(process_group, no_dist, doing):
         state = {key: _dcp.state_of(value) for key, value in state_dict.items()}
-    with _unwrapped("saved", no_dist), _abandoning(storage_writer):
+    together = Processes(process_group, no_dist).worded(doing, only_collectives=False)
+    with together, _unwrapped("saved", no_dist), _abandoning(storage_writer):
         return _dcp.save(state, storage_writer, SPMDSavePlanner(), process_group, no_dist or not _initialized())
 
 
@@ -172,7 +175,8 @@ def load(
     elif path is not None:
         storage_reader.reset(path)
     keys = sorted(state_dict)  # every rank asks the values for their states in the same order
-    with agreed(process_group, no_dist):
+    doing = f"loading from {getattr(storage_reader, 'location', None) or 'a storage reader'}"
+    with agreed(process_group, no_dist, doing):
         state = {key: _dcp.state_of(state_dict[key]) for key in keys}
     # ``restore`` loads in several steps, and begins all of them again.
     most = 0 if isinstance(storage_reader, ShardReader) and storage_reader.is_pinned else RESTARTS
@@ -189,7 +193,8 @@ def load(
             trust_pickle=trust_pickle,
         )
         try:
-            with _unwrapped("loaded", no_dist):
+            together = Processes(process_group, no_dist).worded(doing, only_collectives=False)
+            with together, _unwrapped("loaded", no_dist):
                 _dcp.load(state, storage_reader, planner, process_group, no_dist or not _initialized())
             break
         except BaseException as error:
@@ -229,27 +234,20 @@ def _abandoning(writer: dcp.StorageWriter) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def agreed(process_group: dist.ProcessGroup | None, no_dist: bool) -> Iterator[None]:
+def agreed(
+    process_group: dist.ProcessGroup | None, no_dist: bool, doing: str = "making or restoring the state"
+) -> AbstractContextManager[None]:
     """Let what fails in one process's block fail in all, before any of them goes on to wait for it.
 
+    Args:
+        process_group, no_dist: see ``save``.
+        doing: what the block does and to which path, for the error; the same on all ranks.
+
     Raises:
-        CheckpointError: with the rank and what it raised, where it was another's.
+        CheckpointError: with the rank and what it raised, where it was another's; or naming the ranks that did not
+            come.
     """
-    own: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        own = error
-    if _initialized() and not no_dist:
-        found: list[str | None] = [None] * dist.get_world_size(process_group)
-        text = None if own is None else str(own) if isinstance(own, CheckpointError) else f"{type(own).__name__}: {own}"
-        dist.all_gather_object(found, text, group=process_group)
-        failed = [rank for rank, what in enumerate(found) if what is not None]
-        if failed and own is None:
-            raise CheckpointError(f"rank {failed[0]}: {found[failed[0]]}")
-    if own is not None:
-        raise own
+    return Processes(process_group, no_dist).agreed(doing)
 
 
 def _location(storage: dcp.StorageWriter) -> Location | None:

@@ -35,6 +35,11 @@ class Saved:
 class Keep:
     """A policy of what to keep."""
 
+    @property
+    def needs_facts(self) -> bool:
+        """Whether it looks at more of a step than its number, which takes reading every step's manifest once."""
+        return True
+
     def wanted(self, saved: Sequence[Saved], now: datetime) -> Mapping[int, str]:
         """The steps to keep, with the reason.
 
@@ -60,6 +65,10 @@ class AnyOf(Keep):
 
     policies: tuple[Keep, ...]
 
+    @property
+    def needs_facts(self) -> bool:
+        return any(one.needs_facts for one in self.policies)
+
     def wanted(self, saved: Sequence[Saved], now: datetime) -> Mapping[int, str]:
         reasons: dict[int, str] = {}
         for one in self.policies:
@@ -72,6 +81,8 @@ class AnyOf(Keep):
 class All(Keep):
     """Everything."""
 
+    needs_facts = False
+
     def wanted(self, saved: Sequence[Saved], now: datetime) -> Mapping[int, str]:
         return {one.step: "all are kept" for one in saved}
 
@@ -81,6 +92,8 @@ class Latest(Keep):
     """The ``n`` highest steps."""
 
     n: int
+
+    needs_facts = False
 
     def __post_init__(self) -> None:
         _require(self.n > 0, "n must be positive")
@@ -122,6 +135,10 @@ class Every(Keep):
     def __post_init__(self) -> None:
         _require((self.steps is None) != (self.hours is None), "give either steps or hours")
         _require((self.steps or self.hours or 0) > 0, "steps and hours must be positive")
+
+    @property
+    def needs_facts(self) -> bool:
+        return self.steps is None
 
     def wanted(self, saved: Sequence[Saved], now: datetime) -> Mapping[int, str]:
         if self.steps is not None:

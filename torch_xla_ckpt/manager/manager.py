@@ -2,49 +2,51 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import logging
 import operator
 import os
 import secrets
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_xla_ckpt import _dcp, api, forks
-from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
+from torch_xla_ckpt.coordination import Processes
+from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.manager import keep as keeping
 from torch_xla_ckpt.manager import when as saving
+from torch_xla_ckpt.manager.agreement import Agreement
+from torch_xla_ckpt.manager.facts import KEY
 from torch_xla_ckpt.manager.journal import History, Journal
 from torch_xla_ckpt.manager.keep import KeepLike, Saved
-from torch_xla_ckpt.manager.preemption import Agreement, Terminated
+from torch_xla_ckpt.manager.newest import Newest, Origin, origin_of
+from torch_xla_ckpt.manager.preemption import Terminated
 from torch_xla_ckpt.manager.retention import Retention, Verdict
 from torch_xla_ckpt.manager.rng import Generators
-from torch_xla_ckpt.manager.steps import KEY, Steps
+from torch_xla_ckpt.manager.saves import Call, UnderWay, Writer
+from torch_xla_ckpt.manager.steps import Steps
+from torch_xla_ckpt.manager.sweeps import Sweeps
 from torch_xla_ckpt.manager.when import WhenLike
 from torch_xla_ckpt.materialize import Sharding
 from torch_xla_ckpt.report import LoadReport
 from torch_xla_ckpt.restoring import restore
 from torch_xla_ckpt.staging import SPMDStager
-from torch_xla_ckpt.storage import ShardReader, ShardWriter
+from torch_xla_ckpt.staging.upload import Upload
+from torch_xla_ckpt.storage import ShardReader
 from torch_xla_ckpt.storage.files import Folder
 from torch_xla_ckpt.storage.location import Location
 
 logger = logging.getLogger(__name__)
 
 RNG_KEY = "rng_of_processes"
-T = TypeVar("T")
 
 
 class CheckpointManager:
@@ -112,22 +114,25 @@ class CheckpointManager:
         self._when = _joined(when, save_interval, chkpt_on_preemption)
         self._keep = _kept(keep, max_to_keep)
         self._rng = rng
+        self._storage_options = storage_options
         self._initial = (None if initial_path is None else Location.of(initial_path, storage_options), initial)
         self._writing: dict[str, Any] = {
             "threads": num_of_threads,
             "sync": sync,
             "memory_budget": memory_budget,
         }
-        self._steps = Steps(location)
-        steps = self._steps
-        self._journal = Journal(lambda: steps.root)
+        self._timeout = timeout
         self._report: LoadReport | None = None
-        self._closed = False
+        self._is_closed = False
         self._owner = forks.Owner()
-        self._counts = _Counts()
+        self._closing = threading.Event()
+        self._under_way = UnderWay()
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1
         self._group = _dcp.new_group(process_group, timeout) if several else None
-        self._rank = dist.get_rank(self._group) if self._group is not None else 0
+        self._processes = Processes(self._group, alone=not several)
+        self._sweeps = Sweeps(self._processes)
+        self._steps = Steps(location, self._sweeps.known_retired, self._closing)
+        self._journal = Journal(self._steps)
         self._preflight()
         self._own_stager = stager is None
         self._stager = stager or SPMDStager(
@@ -136,25 +141,24 @@ class CheckpointManager:
             timeout=timeout,
             device_memory_limit=device_memory_limit,
         )
-        self._retention = (
-            Retention(self._steps, self._keep, self._journal, self._counts.busy) if self._rank == 0 else None
-        )
-        self._last = max(self._agreed(self.all_steps), default=None)
+        self._retention = self._new_retention() if self._processes.rank == 0 else None
+        last = self._processes.from_first(self._steps.latest, f"looking for the newest step of {self.base_path}")
         self._terminated = Terminated()
         self._notice: Callable[[int], bool] | None = None
         self._noticed = False
-        self._farewell: int | None = None  # the step that was saved because of preemption
         if chkpt_on_preemption:
             self._listen()
-        self._agreement = Agreement(self._group, self._terminated.was_received)
+        self._agreement = Agreement(self._processes, self._terminated.was_received)
+        self._agreement.restored(last)
+        self._last_call = 0
 
     # What torch_xla's manager has.
 
     def should_save(self, step: int) -> bool:
         """Whether a policy wants this step saved. The same answer in all processes."""
         preempted, seconds = self._facts(step)
-        farewell = preempted and self._farewell in (None, step)  # which is said once
-        return self._when.due(saving.Now(step, self._last, seconds, farewell))
+        farewell = preempted and self._agreement.farewell in (None, step)  # one save is enough
+        return self._when.due(saving.Now(step, self._agreement.last, seconds, farewell))
 
     def save(
         self,
@@ -180,16 +184,22 @@ class CheckpointManager:
         Raises:
             CheckpointError: it could not be; or, after it was, what an earlier save in the background failed with.
         """
+        step = _number(step)
         if not self._is_due(step, force):
             return False
-        call = _Call(metrics)
-        with self._saving(step), call:
-            api.save(
-                self._with_rng(state_dict),
-                storage_writer=self._writer(step, call, metadata),
-                process_group=self._group,
-                no_dist=self._group is None,
-            )
+        number = self._begin(step)
+        try:
+            with self._processes.agreed(f"saving step {step} to {self.base_path}"):
+                call, writer, state = self._prepared(step, state_dict, metrics, metadata)
+            try:
+                api.save(state, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
+            finally:
+                call.returned()
+        except BaseException:
+            self._agreement.failed(number, everywhere=True)
+            self._ended(step, number, is_saved=False)
+            raise
+        self._ended(step, number, is_saved=True)
         self._stager.raise_failed()
         return True
 
@@ -213,17 +223,24 @@ class CheckpointManager:
         Raises:
             CheckpointError: the state cannot be copied; or what an earlier save in the background failed with.
         """
+        step = _number(step)
         if not self._is_due(step, force):
             return False
-        call = _Call(metrics)
-        with ExitStack() as until_ended:
-            until_ended.enter_context(self._saving(step))
-            with call:
-                writer = self._writer(step, call, metadata)
-                handle = api.async_save(self._with_rng(state_dict), stager=self._stager, storage_writer=writer)
+        number = self._begin(step)
+        with ExitStack() as if_refused:
+            if_refused.callback(self._ended, step, number, is_saved=False)
+            if_refused.callback(self._agreement.failed, number)
+            try:
+                call, writer, state = self._prepared(step, state_dict, metrics, metadata)
+            except Exception as error:
+                self._refuse(error)
+            try:
+                handle = api.async_save(state, stager=self._stager, storage_writer=writer)
                 call.mode = handle.choice.mode
-            release = until_ended.pop_all()
-            handle.upload_completion.add_done_callback(lambda _: release.close())
+            finally:
+                call.returned()
+            if_refused.pop_all()
+        handle.upload_completion.add_done_callback(functools.partial(self._uploaded, step, number))
         return True
 
     def restore(
@@ -248,13 +265,18 @@ class CheckpointManager:
         Raises:
             CheckpointError: there is no such step; and as ``torch_xla_ckpt.restore`` does.
         """
-        if step not in self._agreed(self.all_steps):
-            raise CheckpointError(f"there is no step {step} in {self.base_path}. There are: {self.all_steps()}")
+        self._processes.from_first(lambda: self._require(step), f"restoring step {step} of {self.base_path}")
         self._restore(self._steps.at(step), state_dict, state, model, optimizer, sharding, mesh, self._rng)
 
     def all_steps(self) -> list[int]:
-        """The committed steps, ascending. Looks every time, so it is the same in all processes."""
-        return [step for step in self._steps.committed() if step not in self._steps.damaged]
+        """The committed steps, ascending, without those that were found to be damaged.
+
+        Lists the run's folder every time. The first time it also looks into each step's folder.
+
+        Raises:
+            CheckpointError: the storage does not answer.
+        """
+        return self._steps.committed()
 
     def join(self) -> None:
         """As ``wait``."""
@@ -289,32 +311,20 @@ class CheckpointManager:
         Raises:
             CheckpointError: there are steps, and all of them are damaged; and as ``restore``.
         """
-        skipped: dict[int, str] = {}
-        while True:
-            step, found = self._agreed(lambda: self._newest(set(skipped)))
-            skipped.update(found)
-            if step is None:
-                break
-            try:
-                self._restore(self._steps.at(step), state_dict, state, model, optimizer, sharding, mesh, self._rng)
-            except (CorruptCheckpointError, IncompleteCheckpointError) as error:
-                skipped[step] = str(error)
-                continue
-            self._skip(skipped)
-            self._last = step
+        together = functools.partial(self._restore, state_dict=state_dict, state=state, model=model)
+        together = functools.partial(together, optimizer=optimizer, sharding=sharding, mesh=mesh)
+        newest = Newest(self._steps, self._processes)
+        step = newest.restore(lambda step: together(self._steps.at(step), rng=self._rng))
+        if step is not None:
+            self._agreement.restored(step)
             return step
-        if skipped:
-            raise CheckpointError(
-                f"{self.base_path} has steps, and none of them can be restored:\n  "
-                + "\n  ".join(f"{step}: {why}" for step, why in skipped.items())
-                + "\nTo begin anew, use another path"
-            )
-        self._import(state_dict, state, model, optimizer, sharding, mesh)
+        newest.require_none()
+        self._import(together, state_dict, model)
         return None
 
     def latest_step(self) -> int | None:
-        """The newest committed step."""
-        return max(self.all_steps(), default=None)
+        """The newest committed step that was not found to be damaged; None if there is none."""
+        return self._steps.latest()
 
     def best_step(self, metric: str | None = None, mode: Literal["min", "max"] = "min") -> int | None:
         """The committed step with the best value of a metric; by default that of the ``keep.Best`` policy.
@@ -325,8 +335,12 @@ class CheckpointManager:
         best = _best_of(self._keep) if metric is None else keeping.Best(1, metric, mode)
         if best is None:
             raise ValueError("say which metric: best_step('loss', mode='min'), or give the manager a keep.Best policy")
-        ranked = best.ranked(self._saved())
-        return ranked[0].step if ranked else None
+        gone: set[int] = set()
+        while True:
+            ranked = best.ranked([one for one in self._saved() if one.step not in gone])
+            if not ranked or self._steps.look(ranked[0].step, fresh=True).kind == "committed":
+                return ranked[0].step if ranked else None
+            gone.add(ranked[0].step)
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """The metrics that a committed step was saved with."""
@@ -338,8 +352,7 @@ class CheckpointManager:
 
     def plan_retention(self) -> tuple[Verdict, ...]:
         """What would be deleted now, and why, for every step; deletes nothing."""
-        retention = self._retention or Retention(self._steps, self._keep, self._journal, self._counts.busy)
-        return retention.plan()
+        return (self._retention or self._new_retention()).plan()
 
     def history(self) -> History:
         """The saves of the run: metrics, sizes, durations. ``print`` it, with ``rich.print`` if rich is there."""
@@ -353,12 +366,17 @@ class CheckpointManager:
     def wait(self) -> None:
         """Wait until what is being saved is committed, and what it makes superfluous is deleted.
 
+        Not a collective, but all ranks wait for the deletions of rank 0.
+
         Raises:
             CheckpointError: a save in the background failed, and it was not raised before.
         """
-        self._stager.wait()
-        if self._retention is not None:
-            self._retention.wait()
+        try:
+            self._stager.wait()
+        finally:
+            if self._retention is not None:
+                self._retention.wait()
+            self._sweeps.wait(self._last_call, self._timeout)
 
     def close(self) -> None:
         """Wait, and let go of everything. Puts back the SIGTERM handler that was there before.
@@ -368,9 +386,9 @@ class CheckpointManager:
         Raises:
             CheckpointError: as ``wait``.
         """
-        if self._closed or not self._owner.is_here:
+        if self._is_closed or not self._owner.is_here:
             return
-        self._closed = True
+        self._is_closed = True
         self._terminated.restore()
         try:
             if self._own_stager:
@@ -378,8 +396,11 @@ class CheckpointManager:
             else:
                 self._stager.wait()
         finally:
+            self._closing.set()
             if self._retention is not None:
                 self._retention.close()
+                self._journal.close()
+                self._sweeps.over()
             self._agreement.close()
             if self._group is not None and dist.is_initialized():
                 dist.destroy_process_group(self._group)
@@ -399,86 +420,120 @@ class CheckpointManager:
 
     def _facts(self, step: int) -> tuple[bool, float]:
         self._require_own()
-        preempted, seconds = self._agreement.at(step)
+        with self._processes.worded(f"deciding whether to save step {step} to {self.base_path}"):
+            preempted, seconds = self._agreement.at(step)
         if self._notice is not None:
             self._noticed = self._noticed or self._notice(step)
         return preempted or self._noticed, seconds
 
     def _is_due(self, step: int, force: bool) -> bool:
-        if self._closed:
+        if self._is_closed:
             raise CheckpointError("the manager is closed; create another one")
-        step = operator.index(step)
-        if step < 0:
-            raise ValueError(f"a step must not be negative, got {step}")
-        if not (self.should_save(step) or force):  # the question is asked in any case: all processes ask it together
-            return False
-        if self._facts(step)[0] and self._farewell is None:
-            self._farewell = step
-            logger.warning("step %s is saved because the machine is about to be taken away", step)
-        self._agreement.saving()
-        self._last = step
-        self._steps.damaged.pop(step, None)
-        return True
+        return self.should_save(step) or force  # all processes ask together, whether or not force is given
 
-    def _writer(self, step: int, call: _Call, metadata: Any) -> ShardWriter:
+    def _begin(self, step: int) -> int:
+        """A save begins; returns the number of the call."""
+        is_farewell = self._facts(step)[0] and self._agreement.farewell is None
+        if is_farewell:
+            logger.warning("step %s is saved because the machine is about to be taken away", step)
+        self._under_way.begin(step)
+        self._last_call = self._agreement.begin(step, is_farewell)
+        return self._last_call
+
+    def _prepared(
+        self, step: int, state_dict: dict[str, Any], metrics: Mapping[str, float] | None, metadata: Any
+    ) -> tuple[Call, Writer, dict[str, Any]]:
+        """All that is needed for a save; raises what is wrong with the arguments of the call."""
+        call = Call(metrics)
         user = {KEY: {"metrics": call.metrics, "metadata": metadata}}
-        writer = _Writer(self._steps.at(step), step=step, user_metadata=user, **self._writing)
+        writer = Writer(self._steps.at(step), step=step, user_metadata=user, **self._writing)
         writer.retention, writer.call = self._retention, call
-        return writer
+        return call, writer, self._with_rng(state_dict)
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        """Raise an error of a call to ``save_async``, and let the save fail on the other ranks too."""
+
+        def state() -> dict[str, Any]:
+            raise error
+
+        def never(*_: object) -> NoReturn:
+            raise error
+
+        self._stager.run(state, never, None)
+        raise error
+
+    def _uploaded(self, step: int, number: int, upload: Any) -> None:
+        """An async save has ended."""
+        assert isinstance(upload, Upload)
+        is_saved = upload.error() is None
+        if not is_saved:
+            self._agreement.failed(number)
+        self._ended(step, number, is_saved=is_saved)
+
+    def _ended(self, step: int, number: int, *, is_saved: bool) -> None:
+        self._under_way.end(step)
+        if self._retention is None:
+            if is_saved:
+                self._steps.saved(step)
+            return
+        if not is_saved:
+            self._retention.failed(step)
+        self._retention.after(lambda: self._sweeps.ended(number))
+
+    def _new_retention(self) -> Retention:
+        return Retention(self._steps, self._keep, self._journal, self._under_way.steps, self._sweeps.retired)
 
     def _with_rng(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         if not self._rng:
             return state_dict
         if RNG_KEY in state_dict:
             raise CheckpointError(f"the state has the key {RNG_KEY!r}, where rng=True puts the random generators")
-        return {**state_dict, RNG_KEY: Generators(self._rank)}
-
-    def _saving(self, step: int) -> _Saving:
-        return _Saving(self._counts, step)
+        return {**state_dict, RNG_KEY: Generators(self._processes.rank)}
 
     def _require_own(self) -> None:
         if not self._owner.is_here:
             raise CheckpointError(self._owner.refusal("manager"))
 
     def _saved(self) -> list[Saved]:
-        """What is known of the committed steps that can be restored, ascending."""
-        looks = self._steps.committed().items()
-        return [self._steps.saved(step, look) for step, look in looks if self._steps.flaw(step, look) is None]
+        """What is known of the committed steps, ascending. Reads their manifests, once."""
+        return [one for one in self._steps.each(self._saved_or_none, self._steps.committed()) if one is not None]
+
+    def _saved_or_none(self, step: int) -> Saved | None:
+        try:
+            return self._steps.facts(step).saved if self._steps.flaw(step) is None else None
+        except FileNotFoundError:  # deleted just now
+            return None
 
     def _one(self, step: int) -> Saved:
-        look = self._steps.committed().get(step)
-        if look is None:
-            raise CheckpointError(f"there is no step {step} in {self.base_path}. There are: {self.all_steps()}")
-        return self._steps.saved(step, look)
+        self._require(step)
+        try:
+            return self._steps.facts(step).saved
+        except FileNotFoundError as error:
+            raise self._no_step(step) from error
 
-    def _newest(self, skipped: set[int]) -> tuple[int | None, dict[int, str]]:
-        """The newest step without an obvious flaw, and the flaws of those that are newer."""
-        found: dict[int, str] = {}
-        for step, look in sorted(self._steps.committed().items(), reverse=True):
-            if step not in skipped:
-                flaw = self._steps.flaw(step, look, thorough=True)
-                if flaw is None:
-                    return step, found
-                found[step] = flaw
-        return None, found
+    def _require(self, step: int) -> None:
+        if self._steps.look(step, fresh=True).kind != "committed":
+            raise self._no_step(step)
 
-    def _skip(self, skipped: Mapping[int, str]) -> None:
-        for step, why in skipped.items():
-            self._steps.damaged[step] = why
-            logger.warning("step %s of %s is skipped, because it is damaged: %s", step, self.base_path, why)
+    def _no_step(self, step: int) -> CheckpointError:
+        return CheckpointError(f"there is no step {step} in {self.base_path}. There are: {self.all_steps()}")
 
     def _restore(
         self,
         path: Location,
         state_dict: dict[str, Any] | None,
-        more: dict[str, Any],
+        state: dict[str, Any],
         model: torch.nn.Module | None,
         optimizer: torch.optim.Optimizer | None,
         sharding: Sharding | None,
         mesh: Any,
         rng: bool,
     ) -> None:
-        target = {**(state_dict or {}), **more, **({RNG_KEY: Generators(self._rank, empty=True)} if rng else {})}
+        target = {
+            **(state_dict or {}),
+            **state,
+            **({RNG_KEY: Generators(self._processes.rank, empty=True)} if rng else {}),
+        }
         reader = ShardReader(path)
         together: dict[str, Any] = {"process_group": self._group, "no_dist": self._group is None}
         if model is None and optimizer is None:
@@ -498,31 +553,38 @@ class CheckpointManager:
             state_dict[key] = target[key]
 
     def _import(
-        self,
-        state_dict: dict[str, Any] | None,
-        more: dict[str, Any],
-        model: torch.nn.Module | None,
-        optimizer: torch.optim.Optimizer | None,
-        sharding: Sharding | None,
-        mesh: Any,
+        self, restore: Callable[..., None], state_dict: dict[str, Any] | None, model: torch.nn.Module | None
     ) -> None:
         """Begin with another run's state, if that was asked for."""
         path, what = self._initial
         if path is None:
             return
-        others = Steps(path)
-        newest = self._agreed(lambda: max(others.committed(), default=None))
-        source = path if newest is None else others.at(newest)
-        logger.info("the run has no step of its own, and begins with %s of %s", what, source)
         if what == "all":
-            self._restore(source, state_dict, more, model, optimizer, sharding, mesh, rng=False)
+            load = functools.partial(restore, rng=False)
         elif model is not None:
-            self._restore(source, None, {}, model, None, sharding, mesh, rng=False)
+            load = functools.partial(restore, state_dict=None, state={}, optimizer=None, rng=False)
         elif "model" in (state_dict or {}):
             assert state_dict is not None
-            self._restore(source, {"model": state_dict["model"]}, {}, None, None, None, None, rng=False)
+            only = {"model": state_dict["model"]}
+            none: dict[str, Any] = {"state": {}, "model": None, "optimizer": None, "sharding": None, "mesh": None}
+            load = functools.partial(restore, state_dict=only, rng=False, **none)
         else:
             raise CheckpointError('initial="model" needs the model: pass model=, or a state that has "model"')
+        doing = f"looking for a step in initial_path={path}"
+        origin: Origin = self._processes.from_first(lambda: origin_of(path, self._storage_options), doing)
+        source = origin.location
+        if origin.is_run:
+            newest = Newest(Steps(source, closed=self._closing), self._processes)
+            step = newest.restore(lambda step: load(source.child(str(step))))
+            if step is None:
+                newest.require_none()
+                raise CheckpointError(f"initial_path={path} leads to {source}, whose steps are all gone by now")
+            source = source.child(str(step))
+        else:
+            load(source)
+        logger.info("the run has no step of its own, and begins with %s of %s", what, source)
+        if self._processes.rank == 0:
+            self._journal.write("began", source=source.url, what=what)
 
     def _listen(self) -> None:
         """Begin to notice preemption. Whatever is in the way is logged: a manager must not fail for that."""
@@ -535,22 +597,6 @@ class CheckpointManager:
                 logger.warning("torch_xla's preemption sync does not work here (%s); listening to SIGTERM", error)
         if self._notice is None:
             self._terminated.install()
-
-    def _agreed(self, find: Callable[[], T]) -> T:
-        """What rank 0 finds, in all processes; its error too."""
-        if self._group is None:
-            return find()
-        self._require_own()
-        found: list[Any] = [None, None]
-        if self._rank == 0:
-            try:
-                found[0] = find()
-            except Exception as error:
-                found[1] = f"rank 0: {error}" if isinstance(error, CheckpointError) else f"rank 0: {error!r}"
-        dist.broadcast_object_list(found, src=dist.get_global_rank(self._group, 0), group=self._group)
-        if found[1] is not None:
-            raise CheckpointError(found[1])
-        return found[0]
 
     def _preflight(self) -> None:
         """Show that the folder can be written, and that all processes see the same one.
@@ -565,21 +611,23 @@ class CheckpointManager:
             try:
                 folder.make()
                 folder.replace(name, b"", f"{name}.tmp")
-            except OSError as error:
+            except Exception as error:
                 raise CheckpointError(f"{self.base_path} cannot be written: {error}") from error
             return name
 
-        token = self._agreed(write)
-        if self._group is not None:
-            blind: list[Any] = [None] * dist.get_world_size(self._group)
-            dist.all_gather_object(blind, _blindness(self._steps.root, token), group=self._group)
-        else:
-            blind = []
-        if self._rank == 0:
-            self._steps.root.remove([name])
+        doing = f"opening {self.base_path}"
+        token = self._processes.from_first(write, doing)
+        blind = [] if self._processes.alone else self._processes.gather(_blindness(self._steps.root, token), doing)
+        if self._processes.rank == 0:
+            try:
+                self._steps.root.remove([name])
+            except Exception as error:
+                logger.warning(
+                    "%s of %s could not be deleted (%s: %s). Without the permission to delete, no step is ever deleted",
+                    *(name, self.base_path, type(error).__name__, error),
+                )
         if any(blind):
-            ranks = self._group and dist.get_process_group_ranks(self._group)
-            who = ", ".join(str(rank) for rank, reason in zip(ranks or itertools.count(), blind) if reason)
+            who = ", ".join(str(rank) for rank, reason in zip(self._processes.ranks, blind) if reason)
             raise CheckpointError(
                 f"ranks {who} do not see what rank 0 has written to {self.base_path} "
                 f"({next(filter(None, blind))}). All processes must be given one shared folder: with a local disk on "
@@ -587,90 +635,27 @@ class CheckpointManager:
             )
 
 
-class _Writer(ShardWriter):
-    """Writes when what the save before made superfluous is deleted: the disk need hold one save more than it keeps."""
-
-    retention: Retention | None
-    call: _Call
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        if self.retention is not None:
-            self.retention.make_room()
-        return super().prepare_local_plan(plan)
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)
-        seconds = time.perf_counter() - self.call.start
-        if self.retention is not None and self._step is not None:
-            self.retention.committed(self._step, lambda: self.call.facts(seconds))
-
-
-class _Call:
-    """A call to ``save`` or ``save_async``: how long it blocks, and with which metrics."""
-
-    def __init__(self, metrics: Mapping[str, float] | None):
-        numbers = {name: float(value) for name, value in (metrics or {}).items()}
-        # JSON has no NaN and no infinity.
-        self.metrics = {name: value for name, value in numbers.items() if value - value == 0}
-        self.mode = "sync"
-        self.start = time.perf_counter()
-        self._blocked = 0.0
-        self._returned = threading.Event()
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exception: object) -> None:
-        self._blocked = time.perf_counter() - self.start
-        self._returned.set()
-
-    def facts(self, seconds: float) -> dict[str, Any]:
-        """For the journal, once the call has returned."""
-        self._returned.wait()
-        seconds = max(seconds, self._blocked)
-        return {"metrics": self.metrics, "blocked_seconds": self._blocked, "seconds": seconds, "mode": self.mode}
-
-
-class _Counts:
-    """How many saves of each step are under way."""
-
-    def __init__(self) -> None:
-        self._counts: dict[int, int] = {}
-        self._renew()
-        forks.renew_in_child(self, _Counts._renew)
-
-    def _renew(self) -> None:
-        self._lock = threading.Lock()
-
-    def busy(self) -> set[int]:
-        """The steps that are being saved."""
-        with self._lock:
-            return {step for step, count in self._counts.items() if count}
-
-    def add(self, step: int, count: int) -> None:
-        with self._lock:
-            self._counts[step] = self._counts.get(step, 0) + count
-
-
-class _Saving:
-    """Counts a save of a step as being under way."""
-
-    def __init__(self, counts: _Counts, step: int):
-        self._counts, self._step = counts, step
-
-    def __enter__(self) -> None:
-        self._counts.add(self._step, 1)
-
-    def __exit__(self, *exception: object) -> None:
-        self._counts.add(self._step, -1)
-
-
 def _blindness(folder: Folder, token: str) -> str | None:
+    """Why this process does not see a file; None if it does. A file is asked for by name: a listing may lag."""
     try:
-        missing = folder.missing({token: 0})
-    except OSError as error:
-        return str(error)
-    return f"{token} is not there" if missing else None
+        folder.read(token)
+    except FileNotFoundError:
+        return f"{token} is not there"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _number(step: int) -> int:
+    """A step's number.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    number = int(operator.index(step))
+    if number < 0:
+        raise ValueError(f"a step must not be negative, got {step}")
+    return number
 
 
 def _joined(when: WhenLike | None, save_interval: int | None, chkpt_on_preemption: bool) -> saving.When:

@@ -1,0 +1,152 @@
+"""What processes that save or load together tell each other: one's answer, one's failure, and who is missing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from torch_xla_ckpt import _dcp
+from torch_xla_ckpt.errors import CheckpointError
+
+T = TypeVar("T")
+# Seconds to wait for the other ranks to report that a collective has failed for them too, and between two looks.
+_PATIENCE = 5.0
+_LOOK = 0.1
+
+
+class Processes:
+    """The ranks of a process group, or one process without a group.
+
+    Every method with the argument ``doing`` is a collective: all ranks must call it at the same point. ``doing`` says
+    what is done and to which path, for error messages. It must be the same on all ranks.
+
+    Args:
+        group: a group that gathers objects. None: the default group.
+        alone: this process works by itself, even if there is a group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, alone: bool = False):
+        self.group = group
+        self.alone = alone or not (dist.is_available() and dist.is_initialized())
+        self.rank = 0 if self.alone else dist.get_rank(group)
+        self.size = 1 if self.alone else dist.get_world_size(group)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks in the default group's numbering."""
+        return [0] if self.alone else dist.get_process_group_ranks(self.group)
+
+    def gather(self, value: T, doing: str) -> list[T]:
+        """Return the values of all ranks, in the order of ``ranks``."""
+        if self.alone:
+            return [value]
+        found: list[Any] = [None] * self.size
+        with self.worded(doing):
+            dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def from_first(self, find: Callable[[], T], doing: str) -> T:
+        """Return what the first rank finds, on all ranks.
+
+        Raises:
+            CheckpointError: on all ranks, if the first one failed.
+        """
+        if self.alone:
+            return find()
+        found: list[Any] = [None, None]
+        error: Exception | None = None
+        if self.rank == 0:
+            try:
+                found[0] = find()
+            except Exception as failed:
+                error = failed
+                found[1] = f"rank {self.ranks[0]}: {_text(failed)} (while {doing})"
+        with self.worded(doing):
+            dist.broadcast_object_list(found, src=self.ranks[0], group=self.group)
+        if found[1] is not None:
+            raise CheckpointError(found[1]) from error
+        return found[0]  # type: ignore[no-any-return]
+
+    @contextmanager
+    def agreed(self, doing: str) -> Iterator[None]:
+        """Let what fails in one rank's block fail on all, before any of them goes on to wait for it.
+
+        Raises:
+            CheckpointError: naming the rank and the cause, where another rank failed. A rank's own error is raised as
+                it is.
+        """
+        own: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            own = error
+        texts = [None if own is None else _text(own)] if self.alone else self.gather(own and _text(own), doing)
+        if own is not None:
+            raise own
+        failed = [(rank, text) for rank, text in zip(self.ranks, texts) if text is not None]
+        if failed:
+            raise CheckpointError(f"rank {failed[0][0]}: {failed[0][1]} (while {doing})")
+
+    @contextmanager
+    def worded(self, doing: str, *, only_collectives: bool = True) -> Iterator[None]:
+        """Turn a failure of torch.distributed in the block into an error that names the operation and who is missing.
+
+        Args:
+            doing: what is done, and to which path.
+            only_collectives: nothing else in the block raises a RuntimeError.
+
+        Raises:
+            CheckpointError: a rank did not come in time, or the connection to one broke.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if self.alone or not (only_collectives or _is_of_collectives(error)):
+                raise
+            raise CheckpointError(
+                f"{doing} broke off while the ranks waited for each other: {self._missing(doing)} "
+                f"({type(error).__name__}: {error}). All ranks must make the same calls in the same order; if one of "
+                "them is slow, give a longer timeout"
+            ) from error
+
+    def _missing(self, doing: str) -> str:
+        """Who does not report within a few seconds that the same operation has failed, in words."""
+        try:
+            key = f"torch_xla_ckpt/failed/{_name(self.group)}/{doing}"
+            store = _dcp.default_store()
+            store.set(f"{key}/{self.rank}", "1")
+            deadline = time.monotonic() + _PATIENCE
+            never = threading.Event()
+            while True:
+                silent = [n for n in range(self.size) if n != self.rank and not store.check([f"{key}/{n}"])]
+                if not silent or time.monotonic() > deadline:
+                    break
+                never.wait(_LOOK)
+        except RuntimeError as error:
+            return f"rank 0 or the launcher is gone, with the store through which to ask who else ({error})"
+        if not silent:
+            return "all ranks came, and the connection between them broke"
+        here = ", ".join(str(rank) for n, rank in enumerate(self.ranks) if n not in silent)
+        return f"rank {', '.join(str(self.ranks[n]) for n in silent)} did not come, rank {here} did"
+
+
+def _is_of_collectives(error: RuntimeError) -> bool:
+    """Whether torch.distributed raised this because a rank did not answer. gloo has no type of its own for that."""
+    kind = getattr(dist, "DistError", None)
+    if kind is not None and isinstance(error, kind):
+        return True
+    text = str(error)
+    return any(words in text for words in ("gloo/transport", "Connection closed by peer", "Timed out", "pair closure"))
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _name(group: dist.ProcessGroup | None) -> str:
+    return "default" if group is None else str(group.group_name)
