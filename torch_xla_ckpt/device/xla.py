@@ -35,6 +35,9 @@ _TILES = re.compile(r"devices=\[([\d,]+)\]")
 HOST_SHARE = 0.75
 """Share of the host's available memory that copies on virtual devices may take. The rest is for the save's buffers."""
 
+_LEAST_KEPT = 1 << 20
+"""Bytes, all devices together: smaller copies are cheap to allocate, and overwriting them takes longer to compile."""
+
 
 class XlaAccess:
     """``TensorAccess`` for XLA tensors, sharded by SPMD or not."""
@@ -266,16 +269,16 @@ class KeptCopies:
         return sum(copied_bytes(tensor) for tensors in list(self._free.values()) for tensor in list(tensors))
 
     def drop(self) -> None:
-        """Free what is kept."""
-        self._free = {}
+        """Free what is kept, and do not keep the copies that are still in use."""
+        self._free, self._wanted = {}, Counter()
 
     def copies(self, parts: Sequence[_Part]) -> list[torch.Tensor]:
-        """Trace a copy of each part: all into kept memory, or none, so that there are only these two graphs."""
-        wanted = Counter(part.like for part in parts)
-        free, self._free, self._wanted = self._free, {}, wanted
+        """Trace a copy of each part: of all large ones in kept memory, or of none, so that only two graphs exist."""
+        self._wanted = wanted = Counter(part.like for part in parts if part.large)
+        free, self._free = self._free, {}
         if any(len(free.get(like, ())) < number for like, number in wanted.items()):
             return [part.clone() for part in parts]
-        return [self._overwritten(free[part.like].pop(), part.data) for part in parts]
+        return [self._overwritten(free[p.like].pop(), p.data) if p.large else p.clone() for p in parts]
 
     def give_back(self, pieces: Iterable[tuple[_Like, torch.Tensor]]) -> None:
         """Keep copies that nobody holds any more. Called in any thread, between any two instructions of another."""
@@ -381,6 +384,11 @@ class _Part(NamedTuple):
     data: torch.Tensor
     like: _Like
     sharding: Any = None
+
+    @property
+    def large(self) -> bool:
+        """Whether the memory of a copy is worth keeping."""
+        return self.data.nbytes >= _LEAST_KEPT
 
     def clone(self) -> torch.Tensor:
         """A copy in new memory."""
