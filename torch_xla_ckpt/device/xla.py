@@ -38,6 +38,15 @@ HOST_SHARE = 0.75
 _LEAST_KEPT = 1 << 20
 """Bytes, all devices together: smaller copies are cheap to allocate, and overwriting them takes longer to compile."""
 
+_CHOSEN_EXACTLY = frozenset(
+    (
+        *(torch.float32, torch.float64, torch.complex64, torch.bool),
+        *(torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    )
+)
+"""Types whose every bit survives ``torch.where`` on CPU devices, which compute others in a wider type: NaNs change."""
+
 
 class XlaAccess:
     """``TensorAccess`` for XLA tensors, sharded by SPMD or not."""
@@ -278,7 +287,12 @@ class KeptCopies:
         free, self._free = self._free, {}
         if any(len(free.get(like, ())) < number for like, number in wanted.items()):
             return [part.clone() for part in parts]
-        return [self._overwritten(free[p.like].pop(), p.data) if p.large else p.clone() for p in parts]
+        # Kept copies that are not overwritten are freed here: the allocator gives out their memory for the new copies.
+        reused = [part.large and part.data.dtype in _CHOSEN_EXACTLY for part in parts]
+        return [
+            self._overwritten(free[part.like].pop(), part.data) if reuse else part.clone()
+            for part, reuse in zip(parts, reused)
+        ]
 
     def give_back(self, pieces: Iterable[tuple[_Like, torch.Tensor]]) -> None:
         """Keep copies that nobody holds any more. Called in any thread, between any two instructions of another."""
