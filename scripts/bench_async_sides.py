@@ -31,6 +31,7 @@ warnings.filterwarnings("ignore", category=UserWarning, module=r"torch(_xla)?\."
 warnings.filterwarnings("ignore", "TypedStorage is deprecated")
 
 MIB = 1 << 20
+MODES = ("defaults", "device", "host")
 WIDTH = 2048  # a weight is 16 MiB
 BATCH = 8
 
@@ -80,6 +81,11 @@ class Training:
         return found
 
 
+def side_of(name: str, folder: Path) -> TorchXla | Ours:
+    """The side with a name: "torch_xla", or one of ``MODES``."""
+    return TorchXla(folder) if name == TorchXla.name else Ours(folder, name)
+
+
 def settle() -> None:
     """Let the devices come to rest."""
     torch_xla.sync()
@@ -125,12 +131,18 @@ class TorchXla:
 
 
 class Ours:
-    """``async_save``, one save at a time, as theirs; each replaces the one before."""
+    """``async_save``, one save at a time, as theirs; each replaces the one before.
 
-    def __init__(self, folder: Path, mode: xc.staging.capture.Mode):
+    Args:
+        folder: to write in.
+        mode: of the stager; "defaults" is ``SPMDStager()`` as everyone first writes it.
+    """
+
+    def __init__(self, folder: Path, mode: str):
         self.name = f"ours, {mode}"
         self._folder = folder / mode
-        self.stager = xc.SPMDStager(mode)
+        modes: dict[str, xc.staging.capture.Mode] = {"device": "device", "host": "host"}
+        self.stager = xc.SPMDStager() if mode == "defaults" else xc.SPMDStager(modes[mode])
         self.last: xc.AsyncSave | None = None
 
     def save(self, step: int, state: dict[str, Any]) -> object:

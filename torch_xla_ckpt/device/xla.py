@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +26,7 @@ import torch_xla.runtime as xr
 from torch_xla import _XLAC
 from torch_xla.distributed.spmd import XLAShardedTensor
 
+from torch_xla_ckpt.device import memory
 from torch_xla_ckpt.device.host import data_changed
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.layout import Box, Shard, TensorLayout, elements_overlap
@@ -33,6 +36,21 @@ _REPEATING = tuple(
     getattr(torch._C._functionalization, f"{name}_ViewMeta") for name in ("expand", "unfold", "as_strided")
 )
 _TILES = re.compile(r"devices=\[([\d,]+)\]")
+
+HOST_SHARE = 0.75
+"""Share of the host's available memory that copies on virtual devices may take. The rest is for the save's buffers."""
+
+_LEAST_KEPT = 1 << 20
+"""Bytes, all devices together: smaller copies are cheap to allocate, and overwriting them takes longer to compile."""
+
+_CHOSEN_EXACTLY = frozenset(
+    (
+        *(torch.float32, torch.float64, torch.complex64, torch.bool),
+        *(torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    )
+)
+"""Types whose every bit survives ``torch.where`` on CPU devices, which compute others in a wider type: NaNs change."""
 
 
 class XlaAccess:
@@ -265,7 +283,83 @@ class DeviceCopy:
         return self._access.host_bytes(self._pieces[part].data, self._layouts[part])
 
 
-def copy_on_devices(tensors: Sequence[torch.Tensor], access: XlaAccess, part_bytes: int) -> list[DeviceCopy]:
+class _Like(NamedTuple):
+    """What two parts of tensors must share so that a copy of one can be overwritten with the other.
+
+    Args:
+        shape, dtype: of the part.
+        sharding: of the tensor that it is a part of.
+        cut: dimension, start and tile length of the part; see ``_Piece``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sharding: str
+    cut: tuple[int | None, int, int | None]
+
+
+class KeptCopies:
+    """Device memory of earlier copies, which the next copy overwrites.
+
+    For virtual devices only. Their memory is host memory, which costs a page fault every 4 KiB when it is new, and
+    again after it was freed. An accelerator's allocator keeps its memory anyway, and training needs it between saves.
+
+    A copy's memory comes back when nobody holds the copy any more. What is kept is never more than the last copy.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[_Like, list[torch.Tensor]] = {}
+        self._wanted: Counter[_Like] = Counter()
+        self._yes: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on each device that are kept and not in use."""
+        return sum(copied_bytes(tensor) for tensors in list(self._free.values()) for tensor in list(tensors))
+
+    def drop(self) -> None:
+        """Free what is kept, and do not keep the copies that are still in use."""
+        self._free, self._wanted = {}, Counter()
+
+    def copies(self, parts: Sequence[_Part]) -> list[torch.Tensor]:
+        """Trace a copy of each part: of all large ones in kept memory, or of none, so that only two graphs exist."""
+        self._wanted = wanted = Counter(part.like for part in parts if part.large)
+        free, self._free = self._free, {}
+        if any(len(free.get(like, ())) < number for like, number in wanted.items()):
+            return [part.clone() for part in parts]
+        # Kept copies that are not overwritten are freed here: the allocator gives out their memory for the new copies.
+        reused = [part.large and part.data.dtype in _CHOSEN_EXACTLY for part in parts]
+        return [
+            self._overwritten(free[part.like].pop(), part.data) if reuse else part.clone()
+            for part, reuse in zip(parts, reused)
+        ]
+
+    def give_back(self, pieces: Iterable[tuple[_Like, torch.Tensor]]) -> None:
+        """Keep copies that nobody holds any more. Called in any thread, between any two instructions of another."""
+        for like, tensor in pieces:
+            tensors = self._free.setdefault(like, [])
+            if len(tensors) < self._wanted[like]:
+                tensors.append(tensor)
+
+    def _overwritten(self, copy: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+        """``copy`` with new data in its old memory.
+
+        The runtime reuses the memory of a tensor that is updated in place only if the graph reads the tensor. A choice
+        between old and new data does, and the compiler does not know that it always falls on the new.
+        """
+        if self._yes is None:  # as a parameter of the graph; copied in the usual way, it would be a constant
+            (self._yes,) = _XLAC._xla_tensors_from_aten([torch.tensor(True)], [str(data.device)], [None])
+        return copy.copy_(torch.where(self._yes, data, copy))
+
+
+def keeps_copies() -> bool:
+    """Whether devices are virtual ones in host memory, whose copies are worth keeping."""
+    return xr.device_type() == "CPU"
+
+
+def copy_on_devices(
+    tensors: Sequence[torch.Tensor], access: XlaAccess, part_bytes: int, kept: KeptCopies | None = None
+) -> list[DeviceCopy]:
     """Copy tensors on their devices, without waiting for it.
 
     What the program has not synced yet is synced first, so that the step's graph is the one it always is. The copies
@@ -276,14 +370,25 @@ def copy_on_devices(tensors: Sequence[torch.Tensor], access: XlaAccess, part_byt
         access: how copies are read.
         part_bytes: how much of a tensor is fetched at a time. Where a tensor's shards on this process together are
             larger, it is copied in pieces, if it can be cut without moving data between devices.
+        kept: memory of earlier copies to use, and to give these copies' memory back to. Default: new memory.
     """
     compute_pending()
     with torch.no_grad():
-        copies = [list(_pieces(_unwrapped(tensor).detach(), part_bytes)) for tensor in tensors]
+        parts = [list(_parts(_unwrapped(tensor).detach(), part_bytes)) for tensor in tensors]
+        flat = [part for several in parts for part in several]
+        data = [part.clone() for part in flat] if kept is None else kept.copies(flat)
     # Only these: a full sync would move the seed, and reset what the program traces.
-    _XLAC._xla_sync_multi([piece.data for pieces in copies for piece in pieces], [], wait=False)
+    _XLAC._xla_sync_multi(data, [], wait=False)
     settled = lru_cache(_wait)
-    return [DeviceCopy(_unwrapped(t), pieces, access, settled) for t, pieces in zip(tensors, copies)]
+    left = iter(data)
+    copies = []
+    for tensor, several in zip(tensors, parts):
+        pieces = [_Piece(next(left), *part.like.cut) for part in several]
+        copies.append(DeviceCopy(_unwrapped(tensor), pieces, access, settled))
+        if kept is not None:
+            owned = [(part.like, piece.data) for part, piece in zip(several, pieces)]
+            weakref.finalize(copies[-1], kept.give_back, owned).atexit = False
+    return copies
 
 
 def can_be_copied(tensor: torch.Tensor) -> bool:
@@ -300,44 +405,76 @@ def copied_bytes(tensor: torch.Tensor) -> int:
 
 
 def memory_left() -> int | None:
-    """Bytes that have never been in use on the device that has had most in use; None where that is not told."""
+    """Return the bytes that a copy may take on each device; None where that is not known.
+
+    What has never been in use on the device that has had most in use. Virtual devices report nothing, but live in host
+    memory: they share three quarters of what this host has available.
+    """
     try:
         info = xm.get_memory_info()
-    except (RuntimeError, ValueError):  # under SPMD torch_xla 2.9 does not tell, and on CPU devices never
-        return None
+    except (RuntimeError, ValueError):  # under SPMD torch_xla 2.9 does not tell
+        return _host_memory_left() if xr.device_type() == "CPU" else None
     return info["bytes_limit"] - info.get("peak_bytes_used", info["bytes_used"])
+
+
+def _host_memory_left() -> int | None:
+    free = memory.available()
+    return None if free is None else int(free * HOST_SHARE) // len(_XLAC._xla_get_runtime_devices())
 
 
 def _wait() -> None:
     xm.wait_device_ops()
 
 
-def _pieces(tensor: torch.Tensor, part_bytes: int) -> Iterator[_Piece]:
-    """Copies of parts of a tensor; together they are all of it."""
+class _Part(NamedTuple):
+    """A part of a tensor that is to be copied.
+
+    Args:
+        data: the part, traced.
+        like: which copies it can overwrite.
+        sharding: to mark its copy with; None leaves that to the compiler.
+    """
+
+    data: torch.Tensor
+    like: _Like
+    sharding: Any = None
+
+    @property
+    def large(self) -> bool:
+        """Whether the memory of a copy is worth keeping."""
+        return self.data.nbytes >= _LEAST_KEPT
+
+    def clone(self) -> torch.Tensor:
+        """A copy in new memory."""
+        copy = self.data.clone()
+        if self.sharding is not None:
+            _XLAC._xla_mark_sharding(copy, self.sharding)
+        return copy
+
+
+def _parts(tensor: torch.Tensor, part_bytes: int) -> Iterator[_Part]:
+    """Cut a tensor; together the parts are all of it."""
     spec = _XLAC._get_xla_sharding_spec(tensor)
     cut = _tiled(spec)
     local = copied_bytes(tensor) * (len(_XLAC._xla_get_runtime_devices()) if cut else 1)
     wanted = -(-local // part_bytes)
-    if wanted <= 1:
-        yield _Piece(tensor.clone())
-        return
     tiles = _tiles(spec)[: tensor.ndim] if cut else [1] * tensor.ndim
     # Length of the tiles along each dimension that can be cut: its tiles must be alike.
     lengths = {d: n // t for d, (n, t) in enumerate(zip(tensor.shape, tiles)) if n % t == 0 and n > t}
-    if not lengths:
-        yield _Piece(tensor.clone())
+    if wanted <= 1 or not lengths:
+        yield _Part(tensor, _Like(tuple(tensor.shape), tensor.dtype, spec, (None, 0, None)))
         return
     # The first dimension if it will do, because then the pieces' data lies together.
     dim = next((d for d, length in lengths.items() if length >= wanted), max(lengths, key=lambda d: lengths[d]))
     length, folded = lengths[dim], tiles[dim] > 1
     step = -(-length // wanted)
+    sharding = _XLAC._get_xla_op_sharding(tensor) if cut and not folded else None
     if folded:
         tensor = tensor.reshape(*tensor.shape[:dim], tiles[dim], length, *tensor.shape[dim + 1 :])
     for start in range(0, length, step):
-        piece = tensor.narrow(dim + folded, start, min(step, length - start)).clone()
-        if cut and not folded:
-            _XLAC._xla_mark_sharding(piece, _XLAC._get_xla_op_sharding(tensor))
-        yield _Piece(piece, dim, start, length if folded else None)
+        data = tensor.narrow(dim + folded, start, min(step, length - start))
+        where = (dim, start, length if folded else None)
+        yield _Part(data, _Like(tuple(data.shape), tensor.dtype, spec, where), sharding)
 
 
 def _moved(box: Box, dim: int, by: int) -> Box:

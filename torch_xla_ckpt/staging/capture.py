@@ -5,19 +5,26 @@ from __future__ import annotations
 import datetime
 import decimal
 import io
+import logging
 import pathlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
 from torch_xla_ckpt.device import HostCopy, Snapshot, TensorAccess
+from torch_xla_ckpt.layout import Box
 from torch_xla_ckpt.planner.buffers import Buffers
 from torch_xla_ckpt.planner.objects import Encoded, encode
 from torch_xla_ckpt.planner.shards import LaidOut, lay_out
 from torch_xla_ckpt.planner.tree import Leaf, flatten, key_of, mapped
 from torch_xla_ckpt.timeline import Timeline
+
+if TYPE_CHECKING:
+    from torch_xla_ckpt.device.xla import KeptCopies
+
+logger = logging.getLogger(__name__)
 
 Mode = Literal["auto", "device", "host"]
 
@@ -77,6 +84,8 @@ class Capture:
         self._part_bytes = part_bytes
         self._reuse_buffers = reuse_buffers
         self._buffers = Buffers()
+        self._fetched: dict[str, Mapping[Box, torch.Tensor]] = {}
+        self._kept: KeptCopies | None = None
         self._access_of = access
 
     def take(self, state_dict: Mapping[Any, Any], check: Callable[[], None], timeline: Timeline) -> Captured:
@@ -94,14 +103,17 @@ class Capture:
         tensors = {key: leaf.value for key, leaf in leaves.items() if leaf.is_tensor}
         on_devices = {key: t for key, t in tensors.items() if t.device.type == "xla"}
         choice, copied = self._choose(on_devices)
+        if self._kept is not None and not copied:
+            self._kept.drop()
         snapshots: dict[str, Snapshot] = {}
         if copied:
             with timeline.span("copy on devices"):
                 snapshots.update(self._on_devices(copied, check))
         through_host = {key: t for key, t in tensors.items() if key not in copied}
+        self._fetched = {key: shards for key, shards in self._fetched.items() if key in through_host}
         with timeline.span("copy to host"):
             for key, held in lay_out(through_host, self._access_of).items():
-                snapshots[key] = Snapshot(held.tensor, self._host_copy(held), check)
+                snapshots[key] = Snapshot(held.tensor, self._host_copy(key, held), check)
 
         def change(leaf: Leaf) -> Any:
             key = key_of(leaf.path)
@@ -118,6 +130,8 @@ class Capture:
     def release(self) -> None:
         """Let go of the memory that is kept for the next copy."""
         self._buffers = Buffers()
+        self._fetched = {}
+        self._kept = None  # a copy that is still in use gives its memory back to the old one, which nobody holds
 
     def _choose(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Choice, dict[str, torch.Tensor]]:
         """The way to take, and the tensors to copy on the devices."""
@@ -130,8 +144,9 @@ class Capture:
         sizes = {key: xla.copied_bytes(t) for key, t in tensors.items() if xla.can_be_copied(t)}
         total = sum(sizes.values())
         if self._mode == "auto":
-            room = self._limit if self._limit is not None else xla.memory_left()
+            room = self._limit if self._limit is not None else self._room()
             if room is None:
+                _warn_once(total)
                 return Choice(
                     "host", "the device does not tell its free memory, and device_memory_limit= was not set"
                 ), {}
@@ -153,18 +168,34 @@ class Capture:
         )
         return Choice("device", reason), {key: tensors[key] for key in chosen}
 
+    def _room(self) -> int | None:
+        """Bytes that a copy may take on each device: free ones, and those that are kept from the last copy."""
+        from torch_xla_ckpt.device import xla
+
+        free = xla.memory_left()
+        return free if free is None or self._kept is None else free + self._kept.nbytes
+
     def _on_devices(self, tensors: Mapping[str, torch.Tensor], check: Callable[[], None]) -> dict[str, Snapshot]:
         from torch_xla_ckpt.device import xla
 
         access = self._access_of(next(iter(tensors.values())))  # they are all of one kind
         assert isinstance(access, xla.XlaAccess)
-        copies = xla.copy_on_devices(list(tensors.values()), access, self._part_bytes)
+        if self._kept is None and self._reuse_buffers and xla.keeps_copies():
+            self._kept = xla.KeptCopies()
+        copies = xla.copy_on_devices(list(tensors.values()), access, self._part_bytes, self._kept)
         return {key: Snapshot(t, copy, check) for (key, t), copy in zip(tensors.items(), copies)}
 
-    def _host_copy(self, held: LaidOut) -> HostCopy:
+    def _host_copy(self, key: str, held: LaidOut) -> HostCopy:
+        if held.tensor.device.type == "cpu":
+            fetched = held.access.fetch(held.tensor, held.layout)
+            return HostCopy(held.layout, {box: self._copy(data) for box, data in fetched.items()})
+        # The last copy's shards are freed one tensor at a time, each just before the runtime allocates as much again:
+        # so the allocator hands out the same memory, and nothing is copied a second time.
+        self._fetched.pop(key, None)
         fetched = held.access.fetch(held.tensor, held.layout)
-        own = held.tensor.device.type != "cpu" and not self._reuse_buffers  # memory that was made for the fetch
-        return HostCopy(held.layout, {box: data if own else self._copy(data) for box, data in fetched.items()})
+        if self._reuse_buffers:
+            self._fetched[key] = fetched
+        return HostCopy(held.layout, fetched)
 
     def _copy(self, data: torch.Tensor) -> torch.Tensor:
         if self._reuse_buffers:
@@ -173,6 +204,23 @@ class Capture:
 
     def _encoded(self, key: str, value: Any) -> io.BytesIO:
         return encode(key, value, lambda tensor: lay_out({key: tensor}, self._access_of)[key].gather())
+
+
+_warned = False
+
+
+def _warn_once(nbytes: int) -> None:
+    """Say, once in this process, what mode "auto" needs to copy on the devices."""
+    global _warned
+    if not _warned:
+        _warned = True
+        logger.warning(
+            "SPMDStager copies this state through host memory, so each call blocks training until all of it has been "
+            "fetched: the devices do not report their free memory. A copy takes %s bytes on each device and blocks "
+            "training for milliseconds. If so much is free, pass SPMDStager(device_memory_limit=...) with at least as "
+            'many bytes. Pass mode="host" to keep copying through host memory without this warning',
+            f"{nbytes:,}",
+        )
 
 
 def _is_immutable(value: Any) -> bool:

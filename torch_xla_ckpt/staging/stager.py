@@ -73,11 +73,12 @@ class SPMDStager:
             to host memory before the call returns, which takes as long as fetching. "auto": "device" if there is
             room, else "host".
         device_memory_limit: bytes that copies may take on each device. In mode "device" what does not fit goes
-            through the host. In mode "auto" it stands for the free memory, which torch_xla does not tell under SPMD.
+            through the host. In mode "auto" it stands for the free memory, which torch_xla does not report under SPMD.
+            Without it, "auto" uses the host's available memory for virtual devices, and warns once for others.
         part_bytes: a tensor is fetched in parts of about as many bytes. Python's lock is held for up to a half of the
             time that fetching a part takes, and the training loop cannot go on meanwhile.
-        reuse_buffers: keep the host memory of a copy for the next one: memory that was never used before costs as much
-            time as the copy. The memory is the program's all the time, not only during saves.
+        reuse_buffers: keep the host memory of a copy, that of virtual devices too, for the next copy: memory that was
+            never used before costs as much time as the copy. The memory stays the program's between saves.
         max_pending: saves that may be under way. Another one waits for a free slot.
         process_group: the processes that save together; default: all. The background has a gloo group of its own for
             them, created in the first call.
