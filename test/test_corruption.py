@@ -15,6 +15,7 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 from meshes import holds, mesh, put, random_bits, same_bits
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

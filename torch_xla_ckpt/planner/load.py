@@ -394,9 +394,9 @@ def _loaded(leaf: Leaf, loaded: Any, access_of: Callable[[torch.Tensor], TensorA
     try:
         old, old_tree = pytree.tree_flatten(leaf.value)
         new, new_tree = pytree.tree_flatten(loaded)
+        if old_tree != new_tree:
+            return loaded
     except RecursionError:  # deeper than torch can walk, or a list that contains itself
-        return loaded
-    if old_tree != new_tree:
         return loaded
     for place, (target, value) in enumerate(zip(old, new)):
         if isinstance(target, torch.Tensor) and isinstance(value, torch.Tensor) and target.shape == value.shape:
