@@ -457,9 +457,9 @@ def _loaded(leaf: Leaf, loaded: Any, access_of: Callable[[torch.Tensor], TensorA
     try:
         old, old_tree = pytree.tree_flatten(leaf.value)
         new, new_tree = pytree.tree_flatten(loaded)
+        if old_tree != new_tree:
+            return loaded
     except RecursionError:  # deeper than torch can walk, or a list that contains itself
-        return loaded
-    if old_tree != new_tree:
         return loaded
     for place, (target, value) in enumerate(zip(old, new)):
         if not isinstance(target, torch.Tensor) or not isinstance(value, torch.Tensor):
