@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
 _PAUSE = 0.5  # seconds before another attempt
+_REFUSALS = 3  # steps that cannot be deleted, until no other is tried before the save returns
 _FIRST_LOOK = 8  # steps whose files are looked at before the others'
 
 
@@ -184,10 +185,9 @@ class Retention:
         retired = []
         for one in doomed:
             retired.append(self._retired(one))
-            if not retired[-1].is_retired:
-                # The save waits for this, and a store that refuses one deletion will refuse the others too.
-                if len(retired) < len(doomed):
-                    logger.warning("%s more steps are to be deleted after the next save", len(doomed) - len(retired))
+            # The save waits for this, and a store that refuses several deletions will refuse the others too.
+            if sum(not one.is_retired for one in retired) == _REFUSALS and len(retired) < len(doomed):
+                logger.warning("%s more steps are to be deleted after the next save", len(doomed) - len(retired))
                 break
         with self._lock:
             self._retired_steps.update(one.step for one in retired if one.is_retired)
