@@ -303,6 +303,16 @@ def test_a_store_that_never_answers_fails_a_load_with_its_name(stuck):
         xc.load(state(0), storage_reader=xc.ShardReader(stuck, request_timeout=0.2))
 
 
+def test_a_manager_tells_of_a_store_that_never_answers(stuck):
+    with xc.CheckpointManager(stuck, chkpt_on_preemption=False, request_timeout=0.2) as manager:
+        manager.save(1, state(1), force=True)
+        Stuck.on = "ls"
+        with pytest.raises(xc.CheckpointError, match=r"stuck://.*no answer within"):
+            manager.all_steps()
+        Stuck.on = None
+        assert manager.all_steps() == [1]
+
+
 def test_s3_that_never_answers_fails_a_save_with_its_name(s3):
     url, options = f"s3://{s3.name}/{uuid.uuid4().hex}", s3.server.options
     writer = xc.ShardWriter(url, storage_options=options, request_timeout=0.5)

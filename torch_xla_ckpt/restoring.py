@@ -138,7 +138,9 @@ class _Wanted:
             ReplacedCheckpointError: another save replaced the checkpoint meanwhile. The model and the optimizer are as
                 they were.
         """
-        together = functools.partial(api.agreed, options["process_group"], options["no_dist"])
+        together = functools.partial(
+            api.agreed, options["process_group"], options["no_dist"], f"restoring from {reader.location}"
+        )
         with together():
             metadata = reader.read_metadata()
             keys = _Keys(metadata, self.model, self.model_key, self.optimizer, self.optimizer_key, self.state or {})

@@ -42,7 +42,7 @@ from torch_xla_ckpt.staging import SPMDStager
 from torch_xla_ckpt.staging.upload import Upload
 from torch_xla_ckpt.storage import ShardReader
 from torch_xla_ckpt.storage.files import Folder
-from torch_xla_ckpt.storage.location import Location
+from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class CheckpointManager:
         initial: what to take from there: "all" or only the "model".
         stager: for saves in the background; default: one of the manager's own, in mode "auto".
         device_memory_limit: for that stager; see ``SPMDStager``.
-        sync, memory_budget, storage_options: see ``ShardWriter``.
+        sync, memory_budget, storage_options, request_timeout: see ``ShardWriter``.
         timeout: how long processes wait for each other.
 
     Raises:
@@ -100,13 +100,15 @@ class CheckpointManager:
         sync: bool = True,
         memory_budget: int = 256 << 20,
         storage_options: Mapping[str, Any] | None = None,
+        request_timeout: float = REQUEST_TIMEOUT,
         timeout: timedelta = timedelta(minutes=30),
     ):
         if (save_interval is not None and save_interval <= 0) or (max_to_keep or 0) < 0 or max_pending_async <= 0:
             raise ValueError("save_interval and max_pending_async must be positive, max_to_keep must not be negative")
         if initial not in ("all", "model"):
             raise ValueError(f'initial must be "all" or "model", not {initial!r}')
-        location = Location.of(path, storage_options)
+        place = functools.partial(Location.of, storage_options=storage_options, request_timeout=request_timeout)
+        location = place(path)
         self.base_path = os.path.join(location.url, "")
         self.save_interval = save_interval
         self.max_to_keep = max_to_keep
@@ -115,7 +117,7 @@ class CheckpointManager:
         self._keep = _kept(keep, max_to_keep)
         self._rng = rng
         self._storage_options = storage_options
-        self._initial = (None if initial_path is None else Location.of(initial_path, storage_options), initial)
+        self._initial = (None if initial_path is None else place(initial_path), initial)
         self._writing: dict[str, Any] = {
             "threads": num_of_threads,
             "sync": sync,
