@@ -66,7 +66,7 @@ def seconds(run: Callable[[], object]) -> float:
 def blocked(training: Training, sides: Sequence[Side], repeat: int) -> dict[str, list[float]]:
     """How long the call takes while the devices are idle, by side; two rounds, which compile, are not counted."""
     taken: dict[str, list[float]] = {side.name: [] for side in sides}
-    warm = WarmMemory(2 * training.nbytes())
+    warm = WarmMemory(training.nbytes())
     for number in range(repeat + 2):
         for side in sides:
             training.step()

@@ -213,7 +213,7 @@ def test_every_dtype_survives_being_written_over_another_copy(part_bytes):
     on = mesh((2, 4))
     capture = Capture("device", None, part_bytes, True, access_of)
     for round_ in range(3):
-        hosts = {str(dtype): random_bits((1024, 1024 * 4), dtype, n + round_) for n, dtype in enumerate(DTYPES)}
+        hosts = {str(dtype): random_bits((1024, 1024), dtype, n + round_) for n, dtype in enumerate(DTYPES)}
         state = {key: put(t, on, ((None, "b"), ("b", "a"), None)[n % 3]) for n, (key, t) in enumerate(hosts.items())}
         captured = taken(capture, state)
         with torch.no_grad():
