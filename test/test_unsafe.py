@@ -42,6 +42,7 @@ from torch.distributed.checkpoint.metadata import (
 import torch_xla_ckpt as xc
 from torch_xla_ckpt.storage import commit, unpickle
 from torch_xla_ckpt.storage.files import open_folder
+from torch_xla_ckpt.storage.location import Location
 
 METADATA = "torch.distributed.checkpoint.metadata"
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
@@ -391,7 +392,7 @@ def publish(path, pickled, manifest):
     whole = SimpleNamespace(save_id=save_id, to_bytes=lambda: manifest)
     for old in path.glob("manifest-*.json"):
         old.unlink()
-    commit.publish(open_folder(path, sync=False), whole, pickled)
+    commit.publish(open_folder(Location.of(path), sync=False), whole, pickled)
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
@@ -426,7 +427,46 @@ def test_references_out_of_the_metadata_are_refused(opcode, canary, tmp_path):
         refuses(read, path, canary)
 
 
-@pytest.mark.parametrize(("module", "name"), sorted(unpickle._Unpickler._ALLOWED))
+def nested(times, start=b")"):
+    """A tuple of a tuple ... of two references each: 2**times leaves in a few bytes per level."""
+    return start + b"".join(b"2\x86" for _ in range(times))
+
+
+SIZE = named("torch", "Size")
+BOMBS = {
+    "a slot of the memo that is far away": b"N" + b"r" + struct.pack("<I", 0xFFFFFFF0),
+    "the same, in text": b"Np4294967280\n",
+    "a large key": b"}" + nested(60) + b"Ns",
+    "a large element of a set": b"\x8f(" + nested(60) + b"\x90",
+    "a large frozenset": b"(" + nested(60) + b"\x91",
+    "a large text": call(named("builtins", "str"), nested(60)),
+    "a large size": call(SIZE, nested(60)),
+    "a large number of bytes": b"\x8e" + struct.pack("<Q", 1 << 40),
+    "a large bytearray": b"\x96" + struct.pack("<Q", 1 << 40),
+    "a large index": (named(METADATA, "MetadataIndex") + b")\x81}(" + text("fqn") + nested(60) + b"ub}" + b"2" + b"Ns"),
+    "a deep list": b"]" * 100_000 + b"a" * 99_999,
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_metadata_costs_no_more_time_and_memory_than_it_has_bytes(name, tmp_path):
+    for place in PLACES:
+        path = poisoned(tmp_path / "checkpoint", place, BOMBS[name])
+        is_ok(path)
+
+
+def test_metadata_of_a_newer_torch_with_more_fields_is_read(tmp_path, monkeypatch):
+    """torch 2.15 adds the strides of a tensor, which torch 2.9 cannot unpickle."""
+    state_of = TensorProperties.__getstate__
+    with monkeypatch.context() as newer:
+        newer.setattr(TensorProperties, "__getstate__", lambda self: (*state_of(self), (1,), "a later field"))
+        path = stock(tmp_path / "checkpoint", harmless())
+    with pytest.raises(ValueError, match="too many values"):
+        pickle.loads((path / ".metadata").read_bytes())
+    assert torch.equal(load(path)["t"], SAVED)
+
+
+@pytest.mark.parametrize(("module", "name"), [name.rsplit(".", 1) for name in sorted(unpickle._TABLE.values)])
 def test_reading_metadata_changes_nothing_that_it_names(module, name, tmp_path):
     """BUILD sets attributes of whatever lies on the stack, of classes, functions and members of enumerations too."""
     before = everything_admitted()
@@ -451,7 +491,7 @@ def delete(thing, name):
 
 def everything_admitted():
     """Each thing that metadata may name, with its attributes."""
-    named_there = {".".join(name): thing for name, thing in unpickle._Unpickler._ALLOWED.items()}
+    named_there = {name: getattr(thing, "make", thing) for name, thing in unpickle._TABLE.values.items()}
     members = {str(member): member for member in sys.modules[METADATA]._MEM_FORMAT_ENCODING}
     things = {name: thing for name, thing in {**named_there, **members}.items() if hasattr(thing, "__dict__")}
     return {name: (thing, {key: id(value) for key, value in vars(thing).items()}) for name, thing in things.items()}

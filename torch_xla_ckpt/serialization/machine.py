@@ -1,20 +1,22 @@
-"""Executing a pickle of protocol 2 without giving it power over the program.
+"""Executing a pickle without giving it power over the program.
 
 A pickle is a program for a stack machine. Python's machine calls whatever the pickle names, and sets attributes of
 anything. This machine makes plain containers, and calls only the functions of its table; each of them checks its
 arguments. What the caller allows in addition is called as Python's pickle would. The machine does not recurse, takes
-time and memory in proportion to the pickle, and knows only the opcodes that protocol 2 has, which torch.save uses.
+time and memory in proportion to the pickle, and knows only the binary opcodes of protocols 2 to 5 that data needs:
+https://docs.python.org/3/library/pickletools.html lists them.
 """
 
 from __future__ import annotations
 
 import _compat_pickle
 import collections
+import copyreg
 import pickle
 import pickletools
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 # Nodes of a tuple that is hashed. A small pickle can describe a tuple of 2**100 nodes, which would hash for ever.
@@ -66,6 +68,7 @@ class Table:
         values: what a name stands for: a class, a constant, or a ``Maker``.
         calls: how an instance of a class is made from arguments.
         news: how it is made when only its state will fill it.
+        states: how it is given its state.
     """
 
     def __init__(
@@ -73,10 +76,12 @@ class Table:
         values: Mapping[str, Any],
         calls: Mapping[type, Callable[..., Any]],
         news: Mapping[type, Callable[..., Any]],
+        states: Mapping[type, Callable[[Any, Any], None]],
     ):
         self.values = values
         self.calls = calls
         self.news = news
+        self.states = states
 
 
 def hashable(value: Any) -> Any:
@@ -92,17 +97,6 @@ def hashable(value: Any) -> Any:
     return value
 
 
-def set_attributes(thing: Any, state: Any) -> None:
-    """Give an object attributes that its class does not have."""
-    if type(state) is tuple and len(state) == 2 and not state[1]:
-        state = state[0]
-    if state is None:
-        return
-    if type(state) is not dict or not all(type(name) is str and not hasattr(type(thing), name) for name in state):
-        raise Refused(f"it sets attributes of a {type(thing).__name__} that are not its own")
-    vars(thing).update(state)
-
-
 class Machine:
     """Executes one pickle.
 
@@ -111,6 +105,7 @@ class Machine:
         table: what it may name.
         allowed: what it may name in addition, by qualified name; asked for when a name is not in the table.
         storage: makes what a persistent id stands for.
+        protocols: the versions of the pickle format that are admitted. torch.save writes 2.
     """
 
     def __init__(
@@ -119,10 +114,12 @@ class Machine:
         table: Table,
         allowed: Callable[[], Mapping[str, Any]],
         storage: Callable[[Any], Any],
+        protocols: Collection[int] = (2,),
     ):
         self._data = data
         self._table = table
         self._ask = allowed
+        self._protocols = protocols
         self._allowed: Mapping[str, Any] | None = None
         self._storage = storage
         self._at = 0
@@ -132,16 +129,18 @@ class Machine:
         self._pending = 0
 
     def run(self) -> Any:
-        """The object that the pickle describes.
+        """Return the object that the pickle describes.
 
         Raises:
             Refused: it asks for something that is not admitted.
             Exception: it is no whole pickle, or its values are refused by the types that they are of.
         """
-        if self._data[:2] != b"\x80\x02":
-            raise Refused("its pickle is not of protocol 2, which torch.save uses", self._refused_names())
+        data = self._data
+        if data[:1] != b"\x80" or data[1] not in self._protocols:
+            which = " or ".join(map(str, self._protocols))
+            raise Refused(f"its pickle is not of protocol {which}", self._refused_names())
         self._at = 2
-        data, steps = self._data, _STEPS
+        steps = _STEPS if data[1] == 2 else _NEWER_STEPS
         while True:
             code = data[self._at]
             self._at += 1
@@ -155,9 +154,14 @@ class Machine:
 
     def _result(self) -> Any:
         (value,) = self._stack
-        if self._below or self._pending or self._at != len(self._data):
+        if self._below or self._pending:
             raise Refused("its pickle does not end where its value does")
         return value
+
+    @property
+    def bytes_left(self) -> int:
+        """Bytes behind the pickle."""
+        return len(self._data) - self._at
 
     # What the pickle may name.
 
@@ -186,11 +190,20 @@ class Machine:
     # Opcodes.
 
     def _take(self, count: int) -> bytes:
-        taken = self._data[self._at : self._at + count]
+        start = self._at
+        self._at = end = start + count
+        taken = self._data[start:end]
         if len(taken) < count:
             raise EOFError("the pickle ends too early")
-        self._at += count
         return taken
+
+    def _octet(self) -> int:
+        octet = self._data[self._at]
+        self._at += 1
+        return octet
+
+    def _length(self, width: int = 4) -> int:
+        return int.from_bytes(self._take(width), "little")
 
     def _line(self) -> str:
         end = self._data.index(b"\n", self._at)
@@ -219,6 +232,12 @@ class Machine:
         module = self._line()
         self._stack.append(self._find(module, self._line()))
 
+    def stack_global(self) -> None:
+        name, module = self._stack.pop(), self._stack.pop()
+        if type(name) is not str or type(module) is not str:
+            raise Refused("it names something without words")
+        self._stack.append(self._find(module, name))
+
     def int4(self) -> None:
         self._stack.append(int.from_bytes(self._take(4), "little", signed=True))
 
@@ -226,10 +245,10 @@ class Machine:
         self._stack.append(int.from_bytes(self._take(2), "little"))
 
     def int1(self) -> None:
-        self._stack.append(self._take(1)[0])
+        self._stack.append(self._octet())
 
     def long1(self) -> None:
-        self._stack.append(int.from_bytes(self._take(self._take(1)[0]), "little", signed=True))
+        self._stack.append(int.from_bytes(self._take(self._octet()), "little", signed=True))
 
     def long4(self) -> None:
         self._stack.append(int.from_bytes(self._take(self._length()), "little", signed=True))
@@ -238,10 +257,28 @@ class Machine:
         self._stack.append(struct.unpack(">d", self._take(8))[0])
 
     def text(self) -> None:
-        self._stack.append(self._take(self._length()).decode("utf-8", "surrogatepass"))
+        self._push_text(self._length())
 
-    def _length(self) -> int:
-        return int.from_bytes(self._take(4), "little")
+    def text1(self) -> None:
+        self._push_text(self._octet())
+
+    def text8(self) -> None:
+        self._push_text(self._length(8))
+
+    def _push_text(self, length: int) -> None:
+        self._stack.append(self._take(length).decode("utf-8", "surrogatepass"))
+
+    def bytes1(self) -> None:
+        self._stack.append(self._take(self._octet()))
+
+    def bytes4(self) -> None:
+        self._stack.append(self._take(self._length()))
+
+    def bytes8(self) -> None:
+        self._stack.append(self._take(self._length(8)))
+
+    def frame(self) -> None:
+        self._take(8)  # tells readers of streams how much to read ahead
 
     def tuple_(self) -> None:
         items = self._since_mark()
@@ -257,15 +294,19 @@ class Machine:
         self._last(3)
 
     def _last(self, count: int) -> None:
-        if len(self._stack) < count:
+        stack = self._stack
+        if len(stack) < count:
             raise IndexError("the pickle takes more from its stack than there is")
-        self._stack[-count:] = [tuple(self._stack[-count:])]
+        stack[-count:] = [tuple(stack[-count:])]
 
     def put1(self) -> None:
-        self._put(self._take(1)[0])
+        self._put(self._octet())
 
     def put4(self) -> None:
         self._put(self._length())
+
+    def memoize(self) -> None:
+        self._put(len(self._memo))
 
     def _put(self, slot: int) -> None:
         value = self._memo[slot] = self._stack[-1]
@@ -273,7 +314,7 @@ class Machine:
             value.slots.append(slot)
 
     def get1(self) -> None:
-        self._get(self._take(1)[0])
+        self._get(self._octet())
 
     def get4(self) -> None:
         self._get(self._length())
@@ -301,6 +342,14 @@ class Machine:
         mapping = self._checked(_MAPPINGS)
         for key, value in zip(items[::2], items[1::2], strict=True):
             mapping[hashable(key)] = value
+
+    def additems(self) -> None:
+        items = self._since_mark()
+        self._checked((set,)).update(map(hashable, items))
+
+    def frozenset_(self) -> None:
+        items = self._since_mark()
+        self._stack.append(frozenset(map(hashable, items)))
 
     def _checked(self, kinds: tuple[type, ...]) -> Any:
         """What lies on top, if it is of one of these kinds or of one that the caller allows."""
@@ -347,8 +396,8 @@ class Machine:
                 if self._memo[slot] is thing:
                     self._memo[slot] = made
             self._pending -= 1
-        elif type(thing) is collections.OrderedDict:
-            set_attributes(thing, state)
+        elif type(thing) in self._table.states:
+            self._table.states[type(thing)](thing, state)
         elif self._is_trusted(type(thing)):
             _build(thing, state)
         else:
@@ -386,7 +435,7 @@ def _pushes(make: Callable[[], Any]) -> Callable[[Machine], None]:
 
 
 _STOP = ord(".")
-_STEPS: Mapping[int, Callable[[Machine], None]] = {
+_STEPS: dict[int, Callable[[Machine], None]] = {
     ord(code): step
     for code, step in {
         **{"(": Machine.mark, "0": Machine.pop, "1": Machine.pop_mark, "c": Machine.global_},
@@ -399,6 +448,14 @@ _STEPS: Mapping[int, Callable[[Machine], None]] = {
         **{"a": Machine.append, "e": Machine.appends, "s": Machine.setitem, "u": Machine.setitems},
         **{"R": Machine.reduce, "\x81": Machine.newobj, "b": Machine.build, "Q": Machine.persistent},
     }.items()
+}
+
+# Protocol 3 brought bytes, 4 the others.
+_NEWER_STEPS: Mapping[int, Callable[[Machine], None]] = _STEPS | {
+    **{0x95: Machine.frame, 0x93: Machine.stack_global, 0x94: Machine.memoize},
+    **{0x8C: Machine.text1, 0x8D: Machine.text8},
+    **{ord("C"): Machine.bytes1, ord("B"): Machine.bytes4, 0x8E: Machine.bytes8},
+    **{0x8F: _pushes(set), 0x90: Machine.additems, 0x91: Machine.frozenset_},
 }
 
 
@@ -424,6 +481,10 @@ def named_in(data: bytes) -> set[str]:
                 found.add(".".join(_renamed(*argument.decode().split("\n")[:2])))
             elif name == "STACK_GLOBAL":
                 found.add(b".".join(strings[-2:]).decode())
+            elif name.startswith("EXT"):  # a number that the program has registered for a name
+                code = int.from_bytes(argument, "little")
+                registered = getattr(copyreg, "_inverted_registry", {})
+                found.add(".".join(registered.get(code, ("copyreg", f"extension {code}"))))
             elif "UNICODE" in name:
                 strings.append(argument)
     except (ValueError, IndexError):

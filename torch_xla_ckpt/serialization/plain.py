@@ -149,6 +149,17 @@ def _new_uuid() -> Pending:
     return Pending(finish)
 
 
+def set_attributes(thing: Any, state: Any) -> None:
+    """Give an object attributes that its class does not have."""
+    if type(state) is tuple and len(state) == 2 and not state[1]:
+        state = state[0]
+    if state is None:
+        return
+    if type(state) is not dict or not all(type(name) is str and not hasattr(type(thing), name) for name in state):
+        raise Refused(f"it sets attributes of a {type(thing).__name__} that are not its own")
+    vars(thing).update(state)
+
+
 VALUES: Mapping[str, Any] = {
     **{f"{cls.__module__}.{cls.__qualname__}": cls for cls in _CLASSES},
     # Python 3.13 moved the path classes to another module: a checkpoint outlives both.
@@ -180,3 +191,4 @@ CALLS: Mapping[type, Callable[..., Any]] = {
     **{cls: _path(cls) for cls in _PATHS},
 }
 NEWS: Mapping[type, Callable[..., Any]] = {uuid.UUID: _new_uuid}
+STATES: Mapping[type, Callable[[Any, Any], None]] = {collections.OrderedDict: set_attributes}

@@ -10,7 +10,7 @@ import torch
 
 from torch_xla_ckpt.serialization import arrays, plain, tensors
 from torch_xla_ckpt.serialization.archive import Archive
-from torch_xla_ckpt.serialization.machine import Machine, Table, named_in, named_quickly
+from torch_xla_ckpt.serialization.machine import Machine, Refused, Table, named_in, named_quickly
 
 AllowedType = Any
 """What ``torch.serialization.safe_globals`` takes: an object, or an object and the name it has in the pickle."""
@@ -19,6 +19,7 @@ _TABLE = Table(
     {**plain.VALUES, **arrays.VALUES, **tensors.VALUES},
     {**plain.CALLS, **arrays.CALLS, **tensors.CALLS},
     plain.NEWS,
+    plain.STATES,
 )
 # Modules whose objects count only if the caller of a load names them, although torch admits them when it is imported:
 # what a pickle says of a jagged tensor's parts, its kernels believe.
@@ -42,7 +43,11 @@ def load(data: io.BytesIO | memoryview, allow_types: Sequence[AllowedType] = ())
     view = data.getbuffer() if type(data) is io.BytesIO else memoryview(data.read() if hasattr(data, "read") else data)
     archive = Archive(view)
     pickled = bytes(archive["data.pkl"])
-    return Machine(pickled, _TABLE, lambda: _named(allow_types), tensors.Storages(archive)).run()
+    machine = Machine(pickled, _TABLE, lambda: _named(allow_types), tensors.Storages(archive))
+    value = machine.run()
+    if machine.bytes_left:
+        raise Refused("bytes lie behind its pickle")
+    return value
 
 
 def not_harmless(pickled: bytes) -> frozenset[str]:

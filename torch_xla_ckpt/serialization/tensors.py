@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from torch_xla_ckpt.serialization.archive import Archive
-from torch_xla_ckpt.serialization.machine import Maker, Refused, set_attributes
+from torch_xla_ckpt.serialization.machine import Maker, Refused
+from torch_xla_ckpt.serialization.plain import set_attributes
 
 _STORAGES = {
     "Double": torch.float64,

@@ -1,20 +1,14 @@
 """Reading ``.metadata`` without running what it names.
 
-A pickle can call anything it can name. This unpickler can name nothing but DCP's metadata classes, torch's dtypes and
-sizes, and a few builtin containers; none of them does anything with its arguments but keep them.
+A pickle can call anything it can name. Here it can name DCP's metadata classes, torch's dtypes, and plain values; each
+is made by a function that checks its arguments (see ``serialization``).
 """
 
 from __future__ import annotations
 
-import collections
-import copyreg
-import enum
-import io
+import functools
 import pathlib
-import pickle
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,141 +19,132 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 
-from torch_xla_ckpt import forks
 from torch_xla_ckpt.errors import CorruptCheckpointError, Damage, UnsafeObjectError
+from torch_xla_ckpt.serialization import plain
+from torch_xla_ckpt.serialization.machine import Machine, Maker, Pending, Refused, Table
 
 METADATA = ".metadata"
 
+_PROTOCOLS = (2, 3, 4, 5)  # DCP writes with Python's default, which has been 4 since Python 3.8, and 5 since 3.14
+_Encoding = dcp_metadata._MEM_FORMAT_ENCODING
 _LAYOUTS = {str(layout): layout for layout in (torch.strided, torch.sparse_coo, torch.sparse_csr)}
-_METADATA_CLASSES = (
-    "Metadata",
-    "TensorStorageMetadata",
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "MetadataIndex",
-    "StorageMeta",
-    "TensorProperties",
-    "_MEM_FORMAT_ENCODING",
-)
+_MEMORY_FORMATS = {
+    _Encoding.TORCH_CONTIGUOUS_FORMAT: torch.contiguous_format,
+    _Encoding.TORCH_CHANNELS_LAST: torch.channels_last,
+    _Encoding.TORCH_PRESERVE_FORMAT: torch.preserve_format,
+}
 
 
-def _layout(name: str) -> torch.layout:
+def _size(*sizes: Any) -> torch.Size:
+    (numbers,) = sizes or ((),)
+    plain.require(type(numbers) is tuple and all(type(number) is int for number in numbers), "a size")
+    return torch.Size(numbers)
+
+
+def _layout(name: Any) -> torch.layout:
+    plain.require(type(name) is str and name in _LAYOUTS, "a layout")
     return _LAYOUTS[name]
 
 
+def _encoding(value: Any) -> Any:
+    plain.require(type(value) is int, "a memory format")
+    return _Encoding(value)
+
+
 def _member(cls: Any, name: Any) -> Any:
-    """What ``getattr`` may do here: Python 3.11.0 to 3.11.3 pickle a member of an enumeration with it."""
-    if not (isinstance(cls, type) and issubclass(cls, enum.Enum) and name in cls.__members__):
-        raise pickle.UnpicklingError("getattr of something that is not an enumeration")
-    return cls[name]
+    """Return a member of the one enumeration there is: Python 3.11.0 to 3.11.3 pickle it with ``getattr``."""
+    plain.require(cls is _Encoding and type(name) is str and name in _Encoding.__members__, "a memory format")
+    return getattr(_Encoding, name)
 
 
-def _allowed() -> dict[tuple[str, str], Callable[..., Any]]:
-    old = "torch.distributed._shard.sharded_tensor.metadata"  # where torch up to 2.2 kept them
-    allowed: dict[tuple[str, str], Callable[..., Any]] = {
-        **{(dcp_metadata.__name__, name): getattr(dcp_metadata, name) for name in _METADATA_CLASSES},
-        (old, "TensorProperties"): dcp_metadata.TensorProperties,
-        (old, "MEM_FORMAT_ENCODING"): dcp_metadata._MEM_FORMAT_ENCODING,
-        (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
-        ("torch", "Size"): torch.Size,
-        ("torch.serialization", "_get_layout"): _layout,
-        ("collections", "OrderedDict"): collections.OrderedDict,
-        ("builtins", "getattr"): _member,
-    }
-    for cls in (bool, dict, float, frozenset, int, list, set, str, tuple):
-        allowed["builtins", cls.__name__] = cls
-    for module in ("pathlib", "pathlib._local"):
-        for flavour in ("Posix", "Windows"):
-            # A path of another system cannot be made here, but can be read.
-            pure = getattr(pathlib, f"Pure{flavour}Path")
-            allowed[module, f"{flavour}Path"] = allowed[module, f"Pure{flavour}Path"] = pure
-    return allowed
+def _fill(made: Any, state: Any) -> None:
+    """Give an instance of a dataclass its fields, as pickle does.
 
-
-class _Unpickler(pickle.Unpickler):
-    _ALLOWED = _allowed()
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "__builtin__":  # Python 2's name, which pickle protocols up to 2 use
-            module = "builtins"
-        found = self._ALLOWED.get((module, name))
-        if found is not None:
-            return found
-        value = vars(torch).get(name) if module == "torch" else None
-        if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
-            return value
-        raise UnsafeObjectError(
-            f"refused to read {METADATA}: it names {module}.{name}, which is no part of DCP's metadata and could run "
-            "code. If you trust whoever wrote the checkpoint, read it with DCP's own FileSystemReader",
-            key=METADATA,
-            types=[f"{module}.{name}"],
-        )
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("it refers to something outside of itself")
-
-
-_CHANGEABLE = [
-    thing
-    for thing in [*_Unpickler._ALLOWED.values(), *dcp_metadata._MEM_FORMAT_ENCODING]
-    if hasattr(thing, "__dict__") and thing.__module__ != "builtins"
-]
-_unpickling = threading.Lock()
-_before: tuple[int, list[dict[str, Any]]] | None = None  # the thread that unpickles, and their attributes before
-
-
-@forks.in_child
-def _stop_unpickling() -> None:
-    """In a forked child, undo what another thread's pickle has set."""
-    global _unpickling, _before
-    _unpickling = threading.Lock()
-    if _before is not None and _before[0] != threading.get_ident():
-        for thing, old in zip(_CHANGEABLE, _before[1]):
-            _restored(thing, old)
-        _before = None
-
-
-@contextmanager
-def _unchanged() -> Iterator[None]:
-    """Undo what a pickle sets on the classes and functions that it names: BUILD sets attributes of anything.
-
-    Raises:
-        UnsafeObjectError: it did.
+    Newer versions of torch may have further fields: they are kept, unless the class has something else of that name.
     """
-    global _before
-    with _unpickling:
-        before = [dict(vars(thing)) for thing in _CHANGEABLE]
-        _before = threading.get_ident(), before
-        try:
-            yield
-        finally:
-            _before = None
-            changed = [_restored(thing, old) for thing, old in zip(_CHANGEABLE, before)]
-            if any(changed):
-                names = [str(thing) for thing, was in zip(_CHANGEABLE, changed) if was]
-                raise UnsafeObjectError(
-                    f"refused to read {METADATA}: it changes {', '.join(names)}, which no metadata of DCP does",
-                    key=METADATA,
-                    types=names,
-                )
+    cls = type(made)
+    plain.require(
+        type(state) is dict
+        and all(type(name) is str and (name in cls.__dataclass_fields__ or not hasattr(cls, name)) for name in state),
+        f"the state of a {cls.__name__}",
+    )
+    vars(made).update(state)
 
 
-def _restored(thing: Any, old: dict[str, Any]) -> bool:
-    now = vars(thing)
-    wrong = [name for name in {*now, *old} if now.get(name, now) is not old.get(name, now)]
-    for name in wrong:
-        if isinstance(thing, enum.Enum):
-            now.pop(name, None)
-            now.update({name: old[name]} if name in old else {})
-        elif name in old:
-            setattr(thing, name, old[name])
-        else:
-            delattr(thing, name)
-    return bool(wrong)
+def _index() -> Pending:
+    """Make a ``MetadataIndex``, which is hashed."""
+
+    def finish(state: Any) -> MetadataIndex:
+        plain.require(type(state) is dict, "an index")
+        fqn, offset, index = (state.get(name) for name in ("fqn", "offset", "index"))
+        plain.require(type(fqn) is str and (offset is None or isinstance(offset, torch.Size)), "an index")
+        plain.require(index is None or type(index) is int, "an index")
+        return MetadataIndex(fqn, offset, index)
+
+    return Pending(finish)
+
+
+def _properties() -> Pending:
+    """Make ``TensorProperties``; what newer versions of torch add behind the five fields of 2.9 is left out."""
+
+    def finish(state: Any) -> TensorProperties:
+        plain.require(type(state) is tuple and len(state) >= 5, "properties of a tensor")
+        dtype, layout, requires_grad, memory_format, pin_memory = state[:5]
+        plain.require(isinstance(memory_format, _Encoding), "properties of a tensor")
+        return TensorProperties(dtype, layout, requires_grad, _MEMORY_FORMATS[memory_format], pin_memory)
+
+    return Pending(finish)
+
+
+def _table() -> Table:
+    old = "torch.distributed._shard.sharded_tensor.metadata"  # where torch up to 2.2 kept them
+    classes = (
+        *(Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, StorageMeta),
+        *(MetadataIndex, TensorProperties, _Encoding, filesystem._StorageInfo),
+    )
+    # A path of another system cannot be made here, but can be read.
+    paths = {
+        f"{module}.{prefix}{flavour}Path": getattr(pathlib, f"Pure{flavour}Path")
+        for module in ("pathlib", "pathlib._local")
+        for flavour in ("Posix", "Windows")
+        for prefix in ("", "Pure")
+    }
+    kinds = (torch.dtype, torch.layout, torch.memory_format)
+    values: Mapping[str, Any] = {
+        **plain.VALUES,
+        **paths,
+        **{f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, kinds)},
+        **{f"{cls.__module__}.{cls.__qualname__}": cls for cls in classes},
+        f"{old}.TensorProperties": TensorProperties,
+        f"{old}.MEM_FORMAT_ENCODING": _Encoding,
+        "torch.Size": torch.Size,
+        "torch.serialization._get_layout": Maker("torch.serialization._get_layout", _layout),
+        "builtins.getattr": Maker("builtins.getattr", _member),
+    }
+    filled: tuple[type, ...] = (
+        *(Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, StorageMeta),
+        filesystem._StorageInfo,
+    )
+    news: Mapping[type, Callable[..., Any]] = {
+        **plain.NEWS,
+        **{cls: functools.partial(cls.__new__, cls) for cls in filled},
+        MetadataIndex: _index,
+        TensorProperties: _properties,
+    }
+    states = {**plain.STATES, **dict.fromkeys(filled, _fill)}
+    return Table(values, {**plain.CALLS, torch.Size: _size, _Encoding: _encoding}, news, states)
+
+
+_TABLE = _table()
+
+
+def _storage(_: Any) -> Any:
+    raise Refused("it refers to something outside of itself")
 
 
 def _is_plausible(metadata: Any) -> bool:
@@ -205,25 +190,28 @@ def _is_plausible(metadata: Any) -> bool:
 
 
 def read_metadata(data: bytes, name: str = METADATA) -> Metadata:
-    """DCP's metadata from the bytes of ``.metadata``, running nothing.
+    """DCP's metadata from the bytes of ``.metadata``, running nothing. Bytes behind the pickle are ignored.
 
     Raises:
         UnsafeObjectError: it names something that is no part of DCP's metadata.
         CorruptCheckpointError: it cannot be read.
     """
-    # Codes of extensions that were resolved before would go past find_class.
-    copyreg.clear_extension_cache()
     try:
-        with _unchanged():
-            metadata = _Unpickler(io.BytesIO(data)).load()
+        metadata = Machine(data, _TABLE, dict, _storage, _PROTOCOLS).run()
         if _is_plausible(metadata):
             return metadata
-    except UnsafeObjectError:
-        raise
+        problem = f"what it holds, a {type(metadata).__name__}, is nothing that DCP writes"
+    except Refused as error:
+        if error.names:
+            raise UnsafeObjectError(
+                f"refused to read {METADATA}: it names {', '.join(error.names)}, which is no part of DCP's metadata "
+                "and could run code. If you trust its writer, read the checkpoint with DCP's own FileSystemReader",
+                key=METADATA,
+                types=error.names,
+            ) from error
+        problem = str(error)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-    else:
-        problem = f"what it holds, a {type(metadata).__name__}, is nothing that DCP writes"
     raise CorruptCheckpointError(
         f"{name} is not the metadata of a checkpoint ({problem}). Restore from another checkpoint",
         [Damage(name, 0, len(data), (), "no metadata of a checkpoint")],
