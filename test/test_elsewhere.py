@@ -278,6 +278,17 @@ def load_with_planner(target: dict[str, Any], path: Path) -> None:
     dcp.load(target, checkpoint_id=path, planner=xc.SPMDLoadPlanner())
 
 
+def reading_of(load: Callable[..., None], version: str, library: str) -> Callable[[dict[str, Any], Path], None]:
+    """``load``, with our reader where stock DCP of torch 2.9 cannot read what stock DCP of a newer torch wrote."""
+    if load is load_with_planner and (version, library) == ("newer torch", "stock"):
+        return load_with_planner_and_reader
+    return load
+
+
+def load_with_planner_and_reader(target: dict[str, Any], path: Path) -> None:
+    dcp.load(target, storage_reader=xc.ShardReader(path), planner=xc.SPMDLoadPlanner())
+
+
 with_call_and_planner = pytest.mark.parametrize("load", (load_in_one_call, load_with_planner))
 onto_two_meshes = pytest.mark.parametrize("loaded_onto", ("4x2", "2x2x2"))
 
@@ -301,7 +312,7 @@ def test_what_was_saved_without_torch_xla_loads_onto_a_mesh(work, version, libra
     done = work(library, version)
     assert done.found(f"write {written}") == []
     target = common.state(on_mesh(meshes.mesh(*MESHES[loaded_onto]), common.zeros), common.NO_OBJECTS)
-    assert wrong_after(load, target, done.out / written, common.EXPECTED) == []
+    assert wrong_after(reading_of(load, version, library), target, done.out / written, common.EXPECTED) == []
 
 
 @on_every_torch
@@ -311,7 +322,7 @@ def test_training_on_a_mesh_goes_on_from_what_fsdp2_trained(work, version, libra
     done = work(library, version)
     assert done.found("write fsdp2") == []
     target, expected = trained_on_mesh(seed=2), torch.load(done.out / "fsdp2.pt")
-    assert wrong_after(load, target, done.out / "fsdp2", expected) == []
+    assert wrong_after(reading_of(load, version, library), target, done.out / "fsdp2", expected) == []
 
 
 def whole_for_torch_xla(make: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:

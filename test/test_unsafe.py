@@ -40,7 +40,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import torch_xla_ckpt as xc
-from torch_xla_ckpt.storage import commit, unpickle
+from torch_xla_ckpt.storage import commit
+from torch_xla_ckpt.storage import metadata as metadata_file
 from torch_xla_ckpt.storage.files import open_folder
 from torch_xla_ckpt.storage.location import Location
 
@@ -466,7 +467,7 @@ def test_metadata_of_a_newer_torch_with_more_fields_is_read(tmp_path, monkeypatc
     assert torch.equal(load(path)["t"], SAVED)
 
 
-@pytest.mark.parametrize(("module", "name"), [name.rsplit(".", 1) for name in sorted(unpickle._TABLE.values)])
+@pytest.mark.parametrize(("module", "name"), [name.rsplit(".", 1) for name in sorted(metadata_file._TABLE.values)])
 def test_reading_metadata_changes_nothing_that_it_names(module, name, tmp_path):
     """BUILD sets attributes of whatever lies on the stack, of classes, functions and members of enumerations too."""
     before = everything_admitted()
@@ -491,7 +492,7 @@ def delete(thing, name):
 
 def everything_admitted():
     """Each thing that metadata may name, with its attributes."""
-    named_there = {name: getattr(thing, "make", thing) for name, thing in unpickle._TABLE.values.items()}
+    named_there = {name: getattr(thing, "make", thing) for name, thing in metadata_file._TABLE.values.items()}
     members = {str(member): member for member in sys.modules[METADATA]._MEM_FORMAT_ENCODING}
     things = {name: thing for name, thing in {**named_there, **members}.items() if hasattr(thing, "__dict__")}
     return {name: (thing, {key: id(value) for key, value in vars(thing).items()}) for name, thing in things.items()}

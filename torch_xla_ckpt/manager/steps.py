@@ -30,7 +30,7 @@ from torch_xla_ckpt.manager.keep import Saved
 from torch_xla_ckpt.storage import commit
 from torch_xla_ckpt.storage.files import Folder, Window, open_folder
 from torch_xla_ckpt.storage.location import Location
-from torch_xla_ckpt.storage.unpickle import METADATA
+from torch_xla_ckpt.storage.metadata import METADATA
 
 __all__ = ["KEY", "Found", "Steps"]
 

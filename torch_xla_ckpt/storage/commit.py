@@ -34,7 +34,7 @@ from torch_xla_ckpt.errors import (
 from torch_xla_ckpt.storage.files import Entry, FileChanged, Folder, Version
 from torch_xla_ckpt.storage.lease import Lease, ended, lease_name, living
 from torch_xla_ckpt.storage.manifest import Manifest, checksum
-from torch_xla_ckpt.storage.unpickle import METADATA, read_metadata
+from torch_xla_ckpt.storage.metadata import METADATA, read_metadata
 
 logger = logging.getLogger(__name__)
 

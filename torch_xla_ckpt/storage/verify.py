@@ -20,9 +20,9 @@ from torch_xla_ckpt.storage.commit import Committed, committed, version_of
 from torch_xla_ckpt.storage.files import Folder, Window, open_folder
 from torch_xla_ckpt.storage.location import Location
 from torch_xla_ckpt.storage.manifest import Stored, checksum, foreign
+from torch_xla_ckpt.storage.metadata import METADATA
 from torch_xla_ckpt.storage.progress import Progress
 from torch_xla_ckpt.storage.ranges import MAX_GAP
-from torch_xla_ckpt.storage.unpickle import METADATA
 
 _READ_BYTES = 32 << 20
 _RESTARTS = 10  # for a checkpoint that is replaced meanwhile

@@ -12,7 +12,6 @@ import io
 import json
 import operator
 import os
-import pickle
 import platform
 import queue
 import threading
@@ -39,6 +38,7 @@ from torch_xla_ckpt.storage.frame import Bytes, item_of
 from torch_xla_ckpt.storage.lease import Holder
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike
 from torch_xla_ckpt.storage.manifest import BLOCK, TINY, Manifest, Stored, checksum, padded
+from torch_xla_ckpt.storage.metadata import pickled_metadata
 from torch_xla_ckpt.storage.progress import Progress
 from torch_xla_ckpt.timeline import Timeline
 
@@ -240,7 +240,7 @@ class ShardWriter(StorageWriter):
             files=dict(sorted(files.items())),
             writer=str(Holder.here()),
         )
-        pickled = pickle.dumps(replace(finished, storage_data=places))
+        pickled = pickled_metadata(replace(finished, storage_data=places))
         commit.publish(self._folder, manifest, pickled, self._own_rank, start=start)
 
     def _require_files(self, files: Mapping[str, int], start: commit.Start) -> None:

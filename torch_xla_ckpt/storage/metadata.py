@@ -1,4 +1,4 @@
-"""Reading ``.metadata`` without running what it names.
+"""The bytes of ``.metadata``, and reading them without running what they name.
 
 A pickle can call anything it can name. Here it can name DCP's metadata classes, torch's dtypes, and plain values; each
 is made by a function that checks its arguments (see ``serialization``).
@@ -6,8 +6,11 @@ is made by a function that checks its arguments (see ``serialization``).
 
 from __future__ import annotations
 
+import copyreg
 import functools
+import io
 import pathlib
+import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -187,6 +190,22 @@ def _is_plausible(metadata: Any) -> bool:
             )
         )
     )
+
+
+def pickled_metadata(metadata: Metadata) -> bytes:
+    """Return the bytes that stock DCP reads as ``.metadata``, of torch 2.9 to 2.15.
+
+    torch 2.15 added a field to ``TensorProperties`` that earlier ones refuse and later ones do not need.
+    """
+    data = io.BytesIO()
+    pickler = pickle.Pickler(data)
+    pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: _reduced_properties}
+    pickler.dump(metadata)
+    return data.getvalue()
+
+
+def _reduced_properties(properties: TensorProperties) -> tuple[Any, ...]:
+    return copyreg.__newobj__, (TensorProperties,), properties.__getstate__()[:5]  # type: ignore[attr-defined]
 
 
 def read_metadata(data: bytes, name: str = METADATA) -> Metadata:
