@@ -108,10 +108,81 @@ def test_archives_with_and_without_crc_load(checked):
         torch.serialization.set_crc32_options(before)
 
 
-def test_a_tuple_that_hashes_for_ever_is_refused():
-    tower = b"\x80\x02}(" + b")q\x00" + b"".join(b"h\x00h\x00\x86q\x00" for _ in range(80)) + b"K\x01u."
-    with pytest.raises(xc.CheckpointError, match="'key'"):
-        decode("key", io.BytesIO(zipped(members(tower))), (), False)
+def named(module, name):
+    return f"c{module}\n{name}\n".encode()
+
+
+def unicode(text):
+    return b"X" + struct.pack("<I", len(text)) + text.encode()
+
+
+def tower(levels):
+    """A tuple of 2**levels leaves, in slot 0 of the memo."""
+    return b")q\x00" + b"".join(b"0h\x00h\x00\x86q\x00" for _ in range(levels))
+
+
+def dtype_state(names, offset_of, size):
+    fields = b"}" + b"".join(unicode(name) + b"h\x05K" + bytes([offset_of]) + b"\x86s" for name in names)
+    named_fields = b"".join(map(unicode, names)) + b"\x86" + fields
+    return b"(K\x03X\x01\x00\x00\x00|N" + named_fields + b"K" + bytes([size]) + b"K\x01K\x00tb"
+
+
+def nested_dtype(levels):
+    """A dtype of two fields that lie over each other, each with two such fields, and so on."""
+    made = (
+        named("numpy", "dtype")
+        + unicode("b")
+        + b"\x89\x88\x87R(K\x03X\x01\x00\x00\x00|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tbq\x05"
+    )
+    again = named("numpy", "dtype") + unicode("V1") + b"\x89\x88\x87R"
+    return made + b"".join(b"0" + again + dtype_state(["a", "b"], 0, 1) + b"q\x05" for _ in range(levels))
+
+
+MANY = 100_000
+BOMBS = {
+    "a large key": tower(80) + b"0}h\x00Ns",
+    "a deep key": b"})" + b"\x85" * 1_000_000 + b"Ns",
+    "a large element of a set": tower(80) + b"0" + named("builtins", "set") + b"]h\x00a\x85R",
+    "a large number that is a key again and again": (
+        b"}\x8b" + struct.pack("<i", MANY) + b"\x7f" * MANY + b"q\x00Ns(" + b"h\x00N" * MANY + b"u"
+    ),
+    "a list that is copied again and again": (
+        b"](" + b"N" * MANY + b"eq\x000" + named("builtins", "list") + b"q\x010(" + b"h\x01h\x00\x85R" * 2_000 + b"t"
+    ),
+    "a text that is encoded again and again": (
+        unicode("a" * MANY)
+        + (b"q\x000" + named("_codecs", "encode") + b"q\x010(")
+        + (b"h\x01h\x00" + unicode("latin1") + b"\x86R") * 2_000
+        + b"t"
+    ),
+    "a dtype of 2**60 fields": nested_dtype(60),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_an_item_costs_time_and_memory_in_proportion_to_its_bytes(name):
+    """Without a limit each of these takes minutes or gigabytes, or overflows the stack."""
+    with pytest.raises(xc.UnsafeObjectError, match="'key'"):
+        decode("key", io.BytesIO(zipped(members(b"\x80\x02" + BOMBS[name] + b"."))), (), False)
+
+
+@pytest.mark.parametrize("use_stager", [False, True])
+def test_a_value_with_2_to_the_100_references_to_the_same_data_is_saved_and_loaded(use_stager, tmp_path):
+    value = ()
+    for _ in range(100):
+        value = (value, value)
+    if use_stager:
+        with xc.SPMDStager() as stager:
+            xc.async_save({"o": value}, tmp_path, stager=stager).result()
+    else:
+        xc.save({"o": value}, tmp_path)
+    for target in ({"o": None}, {"o": (torch.zeros(1), 1)}, {"o": ((1, 2), torch.zeros(1))}):
+        xc.load(target, tmp_path)
+        loaded = target["o"]
+        for _ in range(100):
+            assert loaded[0] is loaded[1]
+            loaded = loaded[0]
+        assert loaded == ()
 
 
 def nested(depth, wrap):

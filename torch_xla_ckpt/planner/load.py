@@ -131,7 +131,8 @@ class SPMDLoadPlanner(LoadPlanner):
             raise CheckpointError("the storage reader gave no metadata, and without it nothing can be loaded")
         saved = metadata.state_dict_metadata
         self._leaves = flatten(state_dict, whole={k for k, md in saved.items() if isinstance(md, BytesStorageMetadata)})
-        self._growth = Growth(state_dict, lambda path: _is_optimizer_state(path, paths_of(metadata)))
+        paths = paths_of(metadata)
+        self._growth = Growth(state_dict, lambda path: _is_optimizer_state(path, paths))
         found = match(state_dict, self._leaves, self._growth, metadata, self._policy)
         self._metadata = metadata
         self._match = found
@@ -455,19 +456,23 @@ def _loaded(leaf: Leaf, loaded: Any, access_of: Callable[[torch.Tensor], TensorA
     if type(loaded) is dict and not loaded and isinstance(leaf.value, Mapping) and not leaf.value:
         return leaf.value
     try:
-        old, old_tree = pytree.tree_flatten(leaf.value)
-        new, new_tree = pytree.tree_flatten(loaded)
-        if old_tree != new_tree:
+        old, tree = pytree.tree_flatten(leaf.value)
+        if not any(isinstance(one, torch.Tensor) for one in old):
             return loaded
+        new = tree.flatten_up_to(loaded)  # looks no further into what was loaded than into the target
+    except ValueError:  # another structure
+        return loaded
     except RecursionError:  # deeper than torch can walk, or a list that contains itself
         return loaded
+    adopted = False
     for place, (target, value) in enumerate(zip(old, new)):
         if not isinstance(target, torch.Tensor) or not isinstance(value, torch.Tensor):
             continue
         if not any(map(_is_more_than_elements, (target, value))) and target.shape == value.shape:
             copy_into([(target, value)], access_of)
             new[place] = target
-    return pytree.tree_unflatten(new, new_tree)
+            adopted = True
+    return tree.unflatten(new) if adopted else loaded
 
 
 def _is_more_than_elements(tensor: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch_xla_ckpt.errors import MismatchError
 from torch_xla_ckpt.planner.policy import Policy, unwrapped
 from torch_xla_ckpt.planner.ranks import RankState, misfits
-from torch_xla_ckpt.planner.tree import Growth, Leaf, Path, is_placeholder
+from torch_xla_ckpt.planner.tree import MAX_DEPTH, Growth, Leaf, Path, is_placeholder
 from torch_xla_ckpt.report import STATUSES, Outcome
 
 Saved = TensorStorageMetadata | BytesStorageMetadata
@@ -172,8 +172,17 @@ def unexpected_mismatches(outcomes: Mapping[str, Outcome], metadata: Metadata) -
 
 
 def paths_of(metadata: Metadata) -> Mapping[str, Path]:
-    """Where each saved key lay in its state dict, as far as the checkpoint says."""
-    return metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    """Where each saved key lay in its state dict, as far as the checkpoint says so in DCP's way."""
+    paths = metadata.planner_data
+    return {key: path for key, path in paths.items() if _is_path(path)} if isinstance(paths, Mapping) else {}
+
+
+def _is_path(path: object) -> bool:
+    return (
+        type(path) is tuple
+        and 0 < len(path) <= MAX_DEPTH + 1
+        and all(isinstance(element, str) or (type(element) is int and element >= 0) for element in path)
+    )
 
 
 class _Named:

@@ -142,13 +142,13 @@ def decode(key: str, data: io.BytesIO, allow_types: Sequence[AllowedType], trust
 
 
 def _refusal(key: str, error: Refused) -> UnsafeObjectError:
-    names = error.names
-    what = f"it needs {', '.join(names)}, which" if names else f"{error}, which"
-    allow = ", ".join(name.rpartition(".")[2] for name in names) or "..."
-    return UnsafeObjectError(
-        f"refused to load {key!r}: {what} could run code. If you know the type, pass "
-        f"SPMDLoadPlanner(allow_types=[{allow}]); if you trust whoever wrote the checkpoint, pass "
-        "SPMDLoadPlanner(trust_pickle=True)",
-        key=key,
-        types=names,
-    )
+    trust = "if you trust whoever wrote the checkpoint, pass SPMDLoadPlanner(trust_pickle=True)"
+    if error.names:
+        allow = ", ".join(name.rpartition(".")[2] for name in error.names)
+        text = (
+            f"it needs {', '.join(error.names)}, which could run code. If you know the type, pass "
+            f"SPMDLoadPlanner(allow_types=[{allow}]); {trust}"
+        )
+    else:
+        text = f"{error}, which harmless values never do. Restore from another checkpoint; {trust}"
+    return UnsafeObjectError(f"refused to load {key!r}: {text}", key=key, types=error.names)

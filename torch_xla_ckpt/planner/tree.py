@@ -19,11 +19,12 @@ from torch_xla_ckpt.errors import CheckpointError
 Path = tuple[str | int, ...]
 """Elements of a key: positions in lists are integers, keys of mappings are strings."""
 
-
 MAX_DEPTH = 400
 """Levels of containers in a state dict that can be saved, and in one object of it that can always be saved.
 
 Python's pickle recurses twice for each level of lists and dicts, and Python allows 1,000 calls by default."""
+
+_DIGITS = 4000  # Python makes no longer integers from text
 
 
 class Closed(Mapping[str, Any]):
@@ -257,7 +258,9 @@ def _gives_way(value: Any) -> bool:
 
 
 def _is_decimal(element: str | int) -> bool:
-    return isinstance(element, str) and element.removeprefix("-").isdecimal() and str(int(element)) == element
+    if not isinstance(element, str) or len(element) > _DIGITS or not element.removeprefix("-").isdecimal():
+        return False
+    return str(int(element)) == element
 
 
 def _leaves(

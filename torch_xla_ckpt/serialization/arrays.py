@@ -25,6 +25,7 @@ _NATIVE = "<" if sys.byteorder == "little" else ">"
 _MAX_CHARACTER = 0x10FFFF
 # Elements of an array whose elements have no bytes, such as strings of length 0.
 _MAX_EMPTY = 1 << 16
+_MAX_PARTS = 10_000
 
 
 def _require(fine: bool) -> None:
@@ -59,10 +60,25 @@ def _dtype(spec: str, state: Any) -> Any:
         made = np.dtype(spec)
     if names is None and part is None and order in "<>" and order != _NATIVE:
         made = made.newbyteorder(order)
-    _require(size in (-1, made.itemsize) and made.char != "X")
+    _require(size in (-1, made.itemsize) and made.char != "X" and _is_small(made))
     about = more[0] if more else None
     _require(about is None or type(about) is dict)
     return np.dtype(made, metadata=about) if about else made  # type: ignore[call-overload]
+
+
+def _is_small(dtype: Any) -> bool:
+    """Whether a dtype has few fields, all in all. They may overlap, and a pickle can nest 2**100 of them."""
+    waiting, parts = [dtype], 0
+    while waiting and parts <= _MAX_PARTS:
+        one = waiting.pop()
+        parts += 1
+        if one.subdtype is not None:
+            base, shape = one.subdtype
+            parts += 0 if base.itemsize else math.prod(shape)
+            waiting.append(base)
+        elif one.names is not None:
+            waiting += [one.fields[name][0] for name in one.names]
+    return parts <= _MAX_PARTS
 
 
 def _unit(given: Any) -> str:

@@ -19,11 +19,19 @@ import struct
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-# Nodes of a tuple that is hashed. A small pickle can describe a tuple of 2**100 nodes, which would hash for ever.
-_HASHED_NODES = 1 << 16
+import numpy as np
+import torch
+
+# Bytes that calls and hashes may go through: so many, and so many times the size of the data. Few opcodes describe a
+# tuple of 2**100 leaves, or copy one list again and again.
+_FREE = 1 << 26
+_TIMES = 16
+_LEVELS = 10_000  # of tuples, whose hash recurses in C
+_EXPANDED = 1 << 28  # of a tensor that is larger than its storage
 # Modules from which nothing is admitted, even if the caller allows it.
 _BLOCKED = ("sys", "os", "posix", "nt")
 
+_CONTAINERS = frozenset({list, dict, set, frozenset, bytearray, collections.OrderedDict, collections.Counter})
 _MAPPINGS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
 _SEQUENCES = (list, collections.deque)
 
@@ -84,19 +92,6 @@ class Table:
         self.states = states
 
 
-def hashable(value: Any) -> Any:
-    """``value``, if hashing it takes little time."""
-    if type(value) is tuple:
-        waiting, seen = [value], 0
-        while waiting:
-            part = waiting.pop()
-            seen += len(part)
-            if seen > _HASHED_NODES:
-                raise Refused("a key is too large")
-            waiting += [inner for inner in part if type(inner) is tuple]
-    return value
-
-
 class Machine:
     """Executes one pickle.
 
@@ -106,6 +101,7 @@ class Machine:
         allowed: what it may name in addition, by qualified name; asked for when a name is not in the table.
         storage: makes what a persistent id stands for.
         protocols: the versions of the pickle format that are admitted. torch.save writes 2.
+        beside: bytes of data that come with the pickle.
     """
 
     def __init__(
@@ -115,6 +111,7 @@ class Machine:
         allowed: Callable[[], Mapping[str, Any]],
         storage: Callable[[Any], Any],
         protocols: Collection[int] = (2,),
+        beside: int = 0,
     ):
         self._data = data
         self._table = table
@@ -127,6 +124,7 @@ class Machine:
         self._below: list[list[Any]] = []  # the stacks below each mark
         self._memo: dict[int, Any] = {}
         self._pending = 0
+        self._left = _FREE + _TIMES * (len(data) + beside)
 
     def run(self) -> Any:
         """Return the object that the pickle describes.
@@ -186,6 +184,47 @@ class Machine:
     def _refused_names(self) -> tuple[str, ...]:
         known = {*self._table.values, *self._trusted()}
         return tuple(sorted(named_in(self._data) - known))
+
+    # What it costs.
+
+    def _charge(self, value: Any) -> None:
+        """Count the bytes that a function may copy, hash or compute with when it is given a value.
+
+        Raises:
+            Refused: there have been too many.
+        """
+        level, left, depth = [value], self._left, 0
+        while level and left >= 0 and depth < _LEVELS:
+            inner: list[Any] = []
+            for one in level:
+                kind = type(one)
+                if kind is tuple:
+                    left -= len(one)
+                    inner += one
+                elif kind is str or kind is bytes:
+                    left -= len(one)
+                elif kind in _CONTAINERS:
+                    left -= 8 * len(one)
+                elif kind is int:
+                    left -= one.bit_length() >> 3
+                elif isinstance(one, torch.Tensor) and one.layout == torch.strided and one.device.type == "cpu":
+                    most = max(_EXPANDED, one.untyped_storage().nbytes())
+                    left -= min(one.numel() * one.itemsize, most) >> 6
+                elif isinstance(one, np.ndarray):
+                    left -= one.nbytes
+                if left < 0:
+                    break
+            level, depth = inner, depth + 1
+        self._left = left
+        if left < 0:
+            raise Refused("its values are built from too many references to the same data")
+        if level:
+            raise Refused("a key, or what a type is made from, is nested too deep")
+
+    def _hashable(self, key: Any) -> Any:
+        if type(key) is not str:
+            self._charge(key)
+        return key
 
     # Opcodes.
 
@@ -335,21 +374,21 @@ class Machine:
 
     def setitem(self) -> None:
         value, key = self._stack.pop(), self._stack.pop()
-        self._checked(_MAPPINGS)[hashable(key)] = value
+        self._checked(_MAPPINGS)[self._hashable(key)] = value
 
     def setitems(self) -> None:
         items = self._since_mark()
         mapping = self._checked(_MAPPINGS)
         for key, value in zip(items[::2], items[1::2], strict=True):
-            mapping[hashable(key)] = value
+            mapping[self._hashable(key)] = value
 
     def additems(self) -> None:
         items = self._since_mark()
-        self._checked((set,)).update(map(hashable, items))
+        self._checked((set,)).update(map(self._hashable, items))
 
     def frozenset_(self) -> None:
         items = self._since_mark()
-        self._stack.append(frozenset(map(hashable, items)))
+        self._stack.append(frozenset(map(self._hashable, items)))
 
     def _checked(self, kinds: tuple[type, ...]) -> Any:
         """What lies on top, if it is of one of these kinds or of one that the caller allows."""
@@ -362,6 +401,10 @@ class Machine:
         arguments, function = self._stack.pop(), self._stack[-1]
         if type(arguments) is not tuple:
             raise Refused("it calls something without arguments")
+        self._charge(arguments)
+        for argument in arguments:
+            if type(argument) is list:  # its elements may be hashed
+                self._charge(tuple(argument))
         if type(function) is Maker:
             made = function.make(*arguments)
         elif isinstance(function, type) and function in self._table.calls:
@@ -390,6 +433,7 @@ class Machine:
 
     def build(self) -> None:
         state, thing = self._stack.pop(), self._stack[-1]
+        self._charge(state)
         if type(thing) is Pending:
             made = self._stack[-1] = thing.finish(state)
             for slot in thing.slots:

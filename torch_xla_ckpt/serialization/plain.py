@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch_xla_ckpt.serialization.machine import Maker, Pending, Refused, hashable
+from torch_xla_ckpt.serialization.machine import Maker, Pending, Refused
 
 _PATHS = (pathlib.PurePosixPath, pathlib.PosixPath, pathlib.PureWindowsPath, pathlib.WindowsPath)
 _CLASSES = (
@@ -59,7 +59,7 @@ def _complex(real: Any, imaginary: Any) -> complex:
 
 
 def _hashed(kind: type) -> Callable[..., Any]:
-    return lambda items=(): kind([hashable(item) for item in _items(items)])
+    return lambda items=(): kind(_items(items))
 
 
 def _listed(kind: type) -> Callable[..., Any]:
@@ -68,7 +68,7 @@ def _listed(kind: type) -> Callable[..., Any]:
 
 def _paired(kind: type) -> Callable[..., Any]:
     def make(pairs: Any = ()) -> Any:
-        return kind([(hashable(key), value) for key, value in map(_items, _items(pairs))])
+        return kind([(key, value) for key, value in map(_items, _items(pairs))])
 
     return make
 

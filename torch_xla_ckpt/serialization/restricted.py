@@ -43,7 +43,7 @@ def load(data: io.BytesIO | memoryview, allow_types: Sequence[AllowedType] = ())
     view = data.getbuffer() if type(data) is io.BytesIO else memoryview(data.read() if hasattr(data, "read") else data)
     archive = Archive(view)
     pickled = bytes(archive["data.pkl"])
-    machine = Machine(pickled, _TABLE, lambda: _named(allow_types), tensors.Storages(archive))
+    machine = Machine(pickled, _TABLE, lambda: _named(allow_types), tensors.Storages(archive), beside=len(view))
     value = machine.run()
     if machine.bytes_left:
         raise Refused("bytes lie behind its pickle")

@@ -49,6 +49,7 @@ _LAYOUTS = {
 }
 _PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
 _MAX_DIMENSIONS = 64
+_MAX_EXPANDED = 1 << 28  # bytes of a tensor that is larger than its storage
 
 
 class _StorageKind:
@@ -169,7 +170,7 @@ def _made(
     if about.get("conj"):
         tensor = tensor.conj()
     if about.get("neg"):
-        tensor = tensor.neg()
+        tensor = torch._neg_view(tensor)
     return _requiring(tensor, requires_grad)
 
 
@@ -188,7 +189,8 @@ def _quantized(
         _require(how[0] in _PER_CHANNEL, "a quantized tensor is of an unknown scheme")
         _, scales, zeros, axis = how
         _require(type(axis) is int and 0 <= axis < len(sizes), "a quantized tensor has no such axis")
-        whole = how[0] == torch.per_channel_affine
+        # torch writes per_channel_affine for both schemes, which the dtype of the zero points tells apart.
+        whole = type(zeros) is list or not getattr(zeros, "is_floating_point", bool)()
         scales = _numbers(scales, torch.float64 if whole else torch.float32, sizes[axis])
         zeros = _numbers(zeros, torch.int64 if whole else torch.float32, sizes[axis])
         tensor = torch._empty_per_channel_affine_quantized(
@@ -223,6 +225,12 @@ def _plain(*tensors: Any) -> None:
         type(one) is torch.Tensor and one.layout == torch.strided and one.device.type == "cpu" for one in tensors
     )
     _require(fine and not any(one.is_nested for one in tensors), "a tensor is made of something else than tensors")
+    _require(all(map(_is_bounded, tensors)), "a tensor repeats its data too often")
+
+
+def _is_bounded(tensor: torch.Tensor) -> bool:
+    """Whether computing with a tensor takes time in proportion to its data: strides of 0 repeat them."""
+    return tensor.numel() * tensor.itemsize <= max(tensor.untyped_storage().nbytes(), _MAX_EXPANDED)
 
 
 def _nested(buffer: Any, sizes: Any, strides: Any, offsets: Any) -> torch.Tensor:

@@ -224,11 +224,12 @@ def _warn_once(nbytes: int) -> None:
 
 
 def _is_immutable(value: Any) -> bool:
-    waiting = [value]
+    waiting, seen = [value], {id(value)}
     while waiting:  # no recursion: a tuple may be nested deeper than Python recurses
         one = waiting.pop()
         if type(one) in (tuple, frozenset):
-            waiting += one
+            waiting += [inner for inner in one if id(inner) not in seen]
+            seen.update(map(id, one))
         elif type(one) not in _IMMUTABLE:
             return False
     return True

@@ -45,8 +45,14 @@ _MEMORY_FORMATS = {
 
 def _size(*sizes: Any) -> torch.Size:
     (numbers,) = sizes or ((),)
-    plain.require(type(numbers) is tuple and all(type(number) is int for number in numbers), "a size")
+    plain.require(type(numbers) is tuple and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers), "a size")
     return torch.Size(numbers)
+
+
+def _text(text: Any) -> str:
+    """Make a string of a string: so integer keys are pickled."""
+    plain.require(type(text) is str, "a string")
+    return str(text)
 
 
 def _layout(name: Any) -> torch.layout:
@@ -140,7 +146,8 @@ def _table() -> Table:
         TensorProperties: _properties,
     }
     states = {**plain.STATES, **dict.fromkeys(filled, _fill)}
-    return Table(values, {**plain.CALLS, torch.Size: _size, _Encoding: _encoding}, news, states)
+    calls = {**plain.CALLS, torch.Size: _size, _Encoding: _encoding, str: _text}
+    return Table(values, calls, news, states)
 
 
 _TABLE = _table()
