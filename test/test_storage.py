@@ -339,7 +339,7 @@ def test_sparse_tensors_are_refused_by_name_and_the_old_checkpoint_stays(layout,
     with pytest.raises(CheckpointException) as caught:
         save({"m": {"ok": base, "s": getattr(torch.eye(3), layout)()}}, tmp_path, planner=planner())
     assert isinstance(cause(caught), xc.CheckpointError)
-    assert "sparse tensor cannot be saved" in str(cause(caught)) and "to_dense" in str(cause(caught))
+    assert all(part in str(cause(caught)) for part in ("sparse", "cannot be saved", "to_dense"))
     assert "'m.s'" in str(cause(caught))
     target = {"t": torch.zeros_like(base)}
     load(target, tmp_path)
