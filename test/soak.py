@@ -43,6 +43,7 @@ class Chain:
 
     def __init__(self, place, folder, seed, options=None):
         from torch_xla_ckpt.manager.steps import Steps
+        from torch_xla_ckpt.storage.location import Location
 
         self.place, self.folder, self.chance, self.options = (
             str(place),
@@ -50,7 +51,7 @@ class Chain:
             random.Random(seed),
             options or {},
         )
-        self.steps = Steps(self.place, self.options.get("storage_options"))
+        self.steps = Steps(Location.of(self.place, self.options.get("storage_options")))
         self.log = self.folder / "log.jsonl"
         self.log.touch()
         self.mesh = "4x2"
