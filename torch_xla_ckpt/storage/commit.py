@@ -30,8 +30,9 @@ from torch_xla_ckpt.errors import (
     CorruptCheckpointError,
     Damage,
     ReplacedCheckpointError,
+    UnsafeObjectError,
 )
-from torch_xla_ckpt.storage.files import Entry, FileChanged, Folder, Version
+from torch_xla_ckpt.storage.files import TRANSIT, Entry, FileChanged, Folder, Version
 from torch_xla_ckpt.storage.lease import Lease, ended, lease_name, living
 from torch_xla_ckpt.storage.manifest import Manifest, checksum
 from torch_xla_ckpt.storage.metadata import METADATA, read_metadata
@@ -139,6 +140,17 @@ def committed(folder: Folder, rank: int | None = None, *, verify: bool = True) -
         CorruptCheckpointError: ``.metadata`` or the manifest is not what was written.
         UnsafeObjectError: ``.metadata`` names something that could run code.
     """
+    try:
+        return _found(folder, rank, verify)
+    except (CorruptCheckpointError, UnsafeObjectError) as first:
+        if not folder.remote:
+            raise
+        found = _found(folder, rank, verify)
+        logger.warning(TRANSIT, folder.url, first)
+        return found
+
+
+def _found(folder: Folder, rank: int | None, verify: bool) -> Committed:
     name = metadata_name(rank)
     for _ in range(_READS):
         data = folder.read(name)

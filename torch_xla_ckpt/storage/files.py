@@ -26,6 +26,12 @@ from torch_xla_ckpt.storage.location import Location
 
 logger = logging.getLogger(__name__)
 
+TRANSIT = (
+    "an answer of %s was wrong (%s). The same request, made a second time, got what was written, so the checkpoint is "
+    "not damaged. If this happens again, check the network and the store"
+)
+"""The warning about bytes that a remote store garbled once; for the URL and what was wrong."""
+
 
 @dataclass(frozen=True)
 class Window:

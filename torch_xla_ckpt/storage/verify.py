@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections import defaultdict
@@ -17,12 +18,14 @@ from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, Damag
 from torch_xla_ckpt.layout import Box, covers_exactly, find_flaws
 from torch_xla_ckpt.serialization.archive import Archive, ArchiveError
 from torch_xla_ckpt.storage.commit import Committed, committed, version_of
-from torch_xla_ckpt.storage.files import Folder, Window, open_folder
+from torch_xla_ckpt.storage.files import TRANSIT, Folder, Window, open_folder
 from torch_xla_ckpt.storage.location import Location
 from torch_xla_ckpt.storage.manifest import Stored, checksum, foreign
 from torch_xla_ckpt.storage.metadata import METADATA
 from torch_xla_ckpt.storage.progress import Progress
 from torch_xla_ckpt.storage.ranges import MAX_GAP
+
+logger = logging.getLogger(__name__)
 
 _READ_BYTES = 32 << 20
 _RESTARTS = 10  # for a checkpoint that is replaced meanwhile
@@ -251,17 +254,31 @@ def _check_spans(
     for window, group in _windows(name, spans, actual):
         # An object store answers with an error when all that is asked for lies behind the object's end.
         (view,) = folder.view([window]) if window.start < actual else [memoryview(b"")]
-        for span in group:
-            problem, unchecked = span.check(view[span.start - window.start : span.stop - window.start])
-            if problem is not None:
-                found.damages.append(Damage(name, span.start, span.stop, (span.key,), problem))
-            if unchecked:
-                found.unchecked.append((span.key, unchecked))
+        checked = _checked(name, window, group, view)
+        if checked.damages and folder.remote and window.start < actual:
+            (view,) = folder.view([window])
+            first, checked = checked.damages[0], _checked(name, window, group, view)
+            if not checked.damages:
+                logger.warning(TRANSIT, folder.url, first)
+        found.damages.extend(checked.damages)
+        found.unchecked.extend(checked.unchecked)
         read += len(view)
         bar.advance(sum(span.stop - span.start for span in group))
         del view
         folder.forget(name, window.start, window.stop)
     return found._replace(bytes_read=read)
+
+
+def _checked(name: str, window: Window, spans: Sequence[_Span], view: memoryview) -> _Checked:
+    """Check the spans in a window of a file."""
+    found = _Checked([], len(view), [])
+    for span in spans:
+        problem, unchecked = span.check(view[span.start - window.start : span.stop - window.start])
+        if problem is not None:
+            found.damages.append(Damage(name, span.start, span.stop, (span.key,), problem))
+        if unchecked:
+            found.unchecked.append((span.key, unchecked))
+    return found
 
 
 def _spans(key: str, item: Stored) -> Iterator[_Span]:
