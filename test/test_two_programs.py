@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from s3 import Server, asks, broken_after
 
 import torch_xla_ckpt as xc
+from torch_xla_ckpt.manager.steps import Steps
 from torch_xla_ckpt.storage import commit, lease
 from torch_xla_ckpt.storage.files import open_folder
 from torch_xla_ckpt.storage.location import Location
@@ -187,6 +188,44 @@ def test_a_checkpoint_that_lists_late_is_not_replaced_unseen(place, monkeypatch)
     slow.close()
     assert before <= files_at(path, options) | {".metadata"}
     assert value_at(path, options) == 0.0
+
+
+# A program that deletes a step beside one that saves there.
+
+
+def step_of(path, options):
+    """A run's step 1, and the steps of a save to it that has all but committed."""
+    save = steps_of(f"{path}/1", options, 1.0)
+    for _ in range(3):
+        next(save)
+    return Steps(Location.of(path, options)), save
+
+
+def test_deleting_a_step_spares_a_save_that_commits_while_leases_are_read(place, monkeypatch):
+    """Its lease has ended by then, and its files were listed before."""
+    path, options = place
+    steps, save = step_of(path, options)
+    living = commit.living
+
+    def late(*args):
+        list(save)
+        return living(*args)
+
+    monkeypatch.setattr(commit, "living", late)
+    with pytest.raises(OSError, match="is committed, so its files stay"):
+        steps.clear(1)
+    assert value_at(f"{path}/1", options) == 1.0
+
+
+def test_deleting_a_step_of_torch_xlas_manager_spares_a_save_that_is_alive(place):
+    path, options = place
+    steps, save = step_of(path, options)
+    for name in ("__0_0.distcp", ".manager_metadata"):
+        steps.folder(1).put(name, b"torch_xla's")
+    assert steps.clear(1, stock=True) is False, "the folder of a save that is alive must stay"
+    list(save)
+    assert value_at(f"{path}/1", options) == 1.0
+    assert len(files_at(f"{path}/1", options)) == 3
 
 
 OTHER = """
