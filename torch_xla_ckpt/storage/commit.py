@@ -102,6 +102,7 @@ def publish(
 
     Raises:
         ConcurrentSaveError: another program has saved here since.
+        CheckpointError: files of this save are not there, so nobody could load it.
     """
     if start is not None:
         start.lease.require()
@@ -117,9 +118,19 @@ def publish(
     data = pickled + f"\ntorch_xla_ckpt {manifest.save_id} {checksum(sealed).hex()} ".encode()
     name = metadata_name(rank)
     data += checksum(data).hex().encode() + b"\n"
-    expected = None if start is None else start.version
+    temporary = f"{name}-{manifest.save_id}.tmp"
     try:
-        folder.replace(name, data, f"{name}-{manifest.save_id}.tmp", expected=expected)
+        if start is None:
+            folder.replace(name, data, temporary)
+        else:
+            listed = folder.names()
+            files = {**manifest.files, manifest_name(manifest.save_id): len(sealed)}
+            _require_files(folder, files, listed, start, rank)
+
+            def look() -> None:  # a local folder is locked by then, so that a second listing makes this exact
+                _require_no_others(folder, listed if folder.remote else folder.names(), start, rank)
+
+            folder.replace(name, data, temporary, expected=start.version, look=look)
     except FileChanged as error:
         # A request that is made again, because its answer was lost, finds what it has written itself.
         if not folder.version(name).is_same(Version.of(data)):
@@ -266,11 +277,13 @@ class Start:
 
     Args:
         version: of ``.metadata``. The save is committed only if it still is this one.
+        others: versions of the metadata that ranks saved by themselves, if this is a save of all ranks.
         replaced: files that the commit makes superfluous.
         lease: tells other programs that the save is alive.
     """
 
     version: Version
+    others: Mapping[str, Version]
     replaced: frozenset[str]
     lease: Lease
 
@@ -287,6 +300,7 @@ def begin(folder: Folder, save_id: str, rank: int | None = None) -> Start:
     try:
         listing = folder.listing()
         version = folder.version(metadata_name(rank))
+        ranks_own = {name: folder.version(name) for name in _others(listing, rank)}
         if rank is not None and METADATA in listing:
             raise CheckpointError(
                 f"{folder.url} holds a checkpoint of all ranks, which readers prefer to what one rank saves by itself. "
@@ -313,7 +327,7 @@ def begin(folder: Folder, save_id: str, rank: int | None = None) -> Start:
     except BaseException:
         _end(folder, lease)
         raise
-    return Start(version, frozenset(removable), lease)
+    return Start(version, ranks_own, frozenset(removable), lease)
 
 
 def _removed(folder: Folder, names: Sequence[str]) -> Sequence[str]:
@@ -384,14 +398,41 @@ def withdraw(folder: Folder, save_id: str, start: Start, rank: int | None = None
         folder.remove([*sorted(own - {start.lease.name}), start.lease.name])
 
 
-def require_unchanged(folder: Folder, start: Start, rank: int | None = None) -> None:
-    """Show that no other program has saved here since a save began.
+def _require_files(
+    folder: Folder, files: Mapping[str, int], listed: Collection[str], start: Start, rank: int | None
+) -> None:
+    """Show that all files of a save can be seen from here: those of other processes, and that nobody removed some.
+
+    Raises:
+        ConcurrentSaveError: another program has saved here since, and may have removed files.
+        CheckpointError: some cannot be seen, so nobody could load the checkpoint.
+    """
+    missing = folder.missing(files, listed)
+    if not missing:
+        return
+    if not folder.version(metadata_name(rank)).is_same(start.version):
+        raise _lost_to_another(folder, rank)
+    raise CheckpointError(
+        f"the checkpoint was not committed: {', '.join(missing[:5])} cannot be seen whole in {folder.url} from the "
+        "coordinator. All processes must write to one shared folder; if this is one, its file system shows new files "
+        "late, or somebody has removed them while the save ran. Save again"
+    )
+
+
+def _require_no_others(folder: Folder, listed: Collection[str], start: Start, rank: int | None) -> None:
+    """Show that no rank has saved by itself since a save of all ranks began, nor the other way round.
 
     Raises:
         ConcurrentSaveError: naming the other save.
     """
-    if not folder.version(metadata_name(rank)).is_same(start.version):
-        raise _lost_to_another(folder, rank)
+    if rank is not None:
+        if folder.version(METADATA).exists:
+            raise _lost_to_another(folder, None)
+        return
+    for name in sorted(_others(listed, rank)):
+        before = start.others.get(name)
+        if before is None or not folder.version(name).is_same(before):
+            raise _lost_to_another(folder, int(name.removeprefix("__").removesuffix(METADATA)))
 
 
 def _lost_to_another(folder: Folder, rank: int | None) -> ConcurrentSaveError:

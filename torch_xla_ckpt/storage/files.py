@@ -10,7 +10,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,8 +132,13 @@ class Folder(Protocol):
 
     def size(self, name: str) -> int: ...
 
-    def missing(self, files: Mapping[str, int]) -> list[str]:
-        """Which of these files, given with their sizes, are not here."""
+    def missing(self, files: Mapping[str, int], listed: Collection[str] | None = None) -> list[str]:
+        """Return which of these files are not here.
+
+        Args:
+            files: names, with sizes in bytes.
+            listed: the names that a listing made just now has, where there was one.
+        """
 
     def read(self, name: str) -> bytes: ...
 
@@ -145,7 +150,15 @@ class Folder(Protocol):
     def put(self, name: str, data: bytes) -> None:
         """Write a small file. A power failure may undo it."""
 
-    def replace(self, name: str, data: bytes, temporary: str, *, expected: Version | None = None) -> None:
+    def replace(
+        self,
+        name: str,
+        data: bytes,
+        temporary: str,
+        *,
+        expected: Version | None = None,
+        look: Callable[[], None] | None = None,
+    ) -> None:
         """Write a whole file in one step: afterwards, and after a crash, it is the old one or the new one.
 
         Args:
@@ -154,6 +167,8 @@ class Folder(Protocol):
             temporary: the file to use on the way where the storage needs one.
             expected: replace the file only if it still is this version. Comparing and replacing is one step on local
                 disks, in S3 and in memory. Elsewhere it is one step only for a file that is not there yet.
+            look: called before the file is replaced, and what it raises is raised. With ``expected`` on a local disk
+                it is part of that one step.
 
         Raises:
             FileChanged: the file is another version.
@@ -266,7 +281,7 @@ class LocalFolder:
         check_inside(name)
         return os.stat(self._path / name).st_size
 
-    def missing(self, files: Mapping[str, int]) -> list[str]:
+    def missing(self, files: Mapping[str, int], listed: Collection[str] | None = None) -> list[str]:
         # Not by listing: network file systems list late what other hosts have written.
         return [name for name, size in files.items() if not self._has(name, size)]
 
@@ -296,7 +311,15 @@ class LocalFolder:
         finally:
             os.close(file)
 
-    def replace(self, name: str, data: bytes, temporary: str, *, expected: Version | None = None) -> None:
+    def replace(
+        self,
+        name: str,
+        data: bytes,
+        temporary: str,
+        *,
+        expected: Version | None = None,
+        look: Callable[[], None] | None = None,
+    ) -> None:
         sink = self.create(temporary)
         try:
             sink.write(data)
@@ -304,6 +327,8 @@ class LocalFolder:
             with nullcontext() if expected is None else locked(self._path):
                 if expected is not None and not self.version(name).is_same(expected):
                     raise FileChanged(name)
+                if look is not None:
+                    look()
                 os.replace(self._path / temporary, self._path / name)
         except BaseException:
             sink.abandon()

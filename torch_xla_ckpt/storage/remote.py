@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -83,9 +83,9 @@ class RemoteFolder:
         self._forget_listing()
         return int(self._call(f"look at {name}", 0, self._fs.info, self._full(name))["size"])
 
-    def missing(self, files: Mapping[str, int]) -> list[str]:
+    def missing(self, files: Mapping[str, int], listed: Collection[str] | None = None) -> list[str]:
         # One request for all of them. What a listing that lags behind does not show is asked for by name.
-        listed = self.listing()
+        listed = self.listing() if listed is None else listed
         return sorted(name for name in files if name not in listed and not self._is_there(name))
 
     def read(self, name: str) -> bytes:
@@ -103,7 +103,17 @@ class RemoteFolder:
     def put(self, name: str, data: bytes) -> None:
         self._call(f"write {name}", len(data), self._fs.pipe_file, self._full(name), data)
 
-    def replace(self, name: str, data: bytes, temporary: str, *, expected: Version | None = None) -> None:
+    def replace(
+        self,
+        name: str,
+        data: bytes,
+        temporary: str,
+        *,
+        expected: Version | None = None,
+        look: Callable[[], None] | None = None,
+    ) -> None:
+        if look is not None:
+            look()
         if expected is None:
             self.put(name, data)
         elif hasattr(self._fs, "call_s3"):

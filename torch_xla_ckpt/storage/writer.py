@@ -227,9 +227,6 @@ class ShardWriter(StorageWriter):
         start: commit.Start,
     ) -> None:
         _require_all(finished)
-        # A remote store that has confirmed a put of this process has the object.
-        if self._processes > 1 or not self._folder.remote:
-            self._require_files(files, start)
         manifest = Manifest(
             save_id=self._save_id,
             time=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -242,22 +239,6 @@ class ShardWriter(StorageWriter):
         )
         pickled = pickled_metadata(replace(finished, storage_data=places))
         commit.publish(self._folder, manifest, pickled, self._own_rank, start=start)
-
-    def _require_files(self, files: Mapping[str, int], start: commit.Start) -> None:
-        """Show that the coordinator sees what the other processes have written.
-
-        Raises:
-            ConcurrentSaveError: another program has saved here since, and may have removed files.
-            CheckpointError: it does not, so nobody could load it.
-        """
-        missing = self._folder.missing(files)
-        if missing:
-            commit.require_unchanged(self._folder, start, self._own_rank)
-            raise CheckpointError(
-                f"the checkpoint was not committed: {', '.join(missing[:5])} cannot be seen whole in "
-                f"{self._folder.url} from the coordinator. All processes must write to one shared folder; if this is "
-                "one, its file system shows new files late"
-            )
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.location.url, save_id=self._save_id)
