@@ -106,6 +106,7 @@ def publish(
     """
     if start is not None:
         start.lease.require()
+        folder.settle()
     sealed = manifest.to_bytes()
     sink = folder.create(manifest_name(manifest.save_id))
     try:
@@ -294,8 +295,10 @@ def begin(folder: Folder, save_id: str, rank: int | None = None) -> Start:
     Nothing that could still be committed is removed: only files of saves whose process is known to have ended.
 
     Raises:
-        CheckpointError: a rank would save by itself into the checkpoint of all ranks, and no reader would see it.
+        CheckpointError: a rank would save by itself into the checkpoint of all ranks, and no reader would see it; or a
+            request of an earlier save, given up on, may still replace ``.metadata``.
     """
+    folder.settle()
     lease = Lease(folder, save_id)
     try:
         listing = folder.listing()

@@ -121,6 +121,15 @@ class Folder(Protocol):
     def make(self) -> None:
         """Create the folder if it is not there."""
 
+    def settle(self) -> None:
+        """Wait for earlier requests of this process that may still replace or remove the checkpoint here.
+
+        They were given up on, because the store did not answer in time.
+
+        Raises:
+            CheckpointError: they do not end within the time limit of one request.
+        """
+
     def names(self) -> list[str]:
         """All files; none when there is no folder."""
 
@@ -255,6 +264,9 @@ class LocalFolder:
         os.makedirs(self._path, exist_ok=True)
         for folder in new:
             self._sync_folder(folder.parent)
+
+    def settle(self) -> None:
+        pass
 
     def names(self) -> list[str]:
         try:
