@@ -30,6 +30,7 @@ from s3 import (
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 import torch_xla_ckpt as xc
+from torch_xla_ckpt.storage.lease import Holder
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -371,6 +372,22 @@ def test_a_process_killed_while_it_saves_leaves_the_old_checkpoint_or_the_new_on
     place.save(host_state(2), threads=1)
     assert place.has(host_state(2)) and len(bucket.objects()) == 3
     assert not bucket.pending(), "parts of what the dead one uploaded cost money until somebody aborts it"
+
+
+def test_uploads_of_a_save_that_began_later_are_not_aborted(place, bucket):
+    """Those of a dead save are; the later one is alive, and its save would fail."""
+    dead, later = (f"run/step-1/__0_0-{digit * 16}.distcp" for digit in "de")
+    ended = dataclasses.replace(Holder.here(), started="1")
+    bucket[f"run/step-1/lease-{'d' * 16}.json"] = ended.to_bytes()
+    bucket.server.client.create_multipart_upload(Bucket=bucket.name, Key=dead)
+
+    def another_begins(request, forward):
+        bucket.server.client.create_multipart_upload(Bucket=bucket.name, Key=later)
+        return forward()
+
+    with bucket.server.failing(another_begins, STEPS["the commit"], times=1):
+        place.save(host_state(0, 1))
+    assert bucket.pending() == [later]
 
 
 def test_an_upload_refused_to_one_process_fails_all_of_them(place, bucket, tmp_path):

@@ -374,8 +374,9 @@ def finish(folder: Folder, save_id: str, start: Start) -> None:
     old = {name for name in start.replaced if save_id not in name}
     try:
         folder.remove([*sorted(old), start.lease.name])
-        if any(name.startswith("lease-") for name in old):  # that save may have begun uploads as well
-            folder.abort_uploads(lambda name: is_part(name, stock=False) and not _belongs(name, {save_id}))
+        over = {name.removeprefix("lease-").removesuffix(".json") for name in old if name.startswith("lease-")}
+        if over:  # these saves may have begun uploads as well; those that began after this one may be alive
+            folder.abort_uploads(lambda name: is_part(name, stock=False) and _belongs(name, over))
     except Exception as error:
         logger.warning(
             "the checkpoint in %s is saved, but files of an older one could not be removed (%s: %s). The next save "
