@@ -513,6 +513,19 @@ def test_one_garbled_answer_does_not_make_the_manager_restore_an_older_step(buck
         assert target["t"].eq(2).all()
 
 
+@pytest.mark.parametrize("name", [".metadata", "manifest-*", "*.distcp"])
+@pytest.mark.parametrize("fault", [refused, slow_down, broken_before, broken_off, cut_short, bit_flipped])
+def test_a_store_that_does_not_answer_verify_is_no_damage_and_is_named(fault, name, place, bucket, monkeypatch):
+    """cut_short and bit_flipped: s3fs checks what it asks for as a whole."""
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 2)
+    place.save({"t": torch.ones(100)})
+    what = "__0_0-.*distcp" if name == "*.distcp" else r"\.metadata or the manifest"
+    named = pytest.raises(xc.CheckpointError, match=rf"cannot verify s3://.*: reading {what} failed .*try again")
+    with bucket.server.failing(fault, asks("GetObject", name)) as met, named:
+        place.verify()
+    assert met and place.verify().ok
+
+
 @pytest.mark.parametrize("fault", [broken_before, broken_after])
 @pytest.mark.parametrize("step", ["uploading a part", "the manifest", "the commit"])
 def test_a_connection_lost_while_saving_is_taken_up_again(step, fault, place, bucket):

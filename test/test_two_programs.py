@@ -436,6 +436,29 @@ def test_verify_tells_of_damage_of_the_current_checkpoint_only(tmp_path, monkeyp
     assert xc.verify(path).ok
 
 
+@pytest.mark.parametrize("when", ["before .metadata is read", "before the manifest is read"])
+def test_verify_says_that_a_step_is_gone_that_is_deleted_meanwhile(place, monkeypatch, when):
+    path, options = place
+    list(steps_of(path, options, 1.0))
+    folder, verified = open_folder(Location.of(path, options)), verify_module._verify
+    read = type(folder).read
+
+    def removed(*args):
+        if when == "before .metadata is read":
+            folder.remove([".metadata"])
+        return verified(*args)
+
+    def gone(self, name):
+        if name.startswith("manifest-") and when == "before the manifest is read":
+            folder.remove([".metadata", name])
+        return read(self, name)
+
+    monkeypatch.setattr(verify_module, "_verify", removed)
+    monkeypatch.setattr(type(folder), "read", gone)
+    with pytest.raises(xc.CheckpointError, match="there is no checkpoint"):
+        xc.verify(path, storage_options=options)
+
+
 # Leases.
 
 

@@ -32,7 +32,7 @@ from torch_xla_ckpt.errors import (
     ReplacedCheckpointError,
     UnsafeObjectError,
 )
-from torch_xla_ckpt.storage.files import TRANSIT, Entry, FileChanged, Folder, Version
+from torch_xla_ckpt.storage.files import NOT_A_FILE, TRANSIT, Entry, FileChanged, Folder, NotAFile, Version
 from torch_xla_ckpt.storage.lease import Lease, ended, lease_name, living
 from torch_xla_ckpt.storage.manifest import Manifest, checksum
 from torch_xla_ckpt.storage.metadata import METADATA, read_metadata
@@ -165,7 +165,10 @@ def committed(folder: Folder, rank: int | None = None, *, verify: bool = True) -
 def _found(folder: Folder, rank: int | None, verify: bool) -> Committed:
     name = metadata_name(rank)
     for _ in range(_READS):
-        data = folder.read(name)
+        try:
+            data = folder.read(name)
+        except (NotAFile, IsADirectoryError) as error:
+            raise _corrupt(name, b"", NOT_A_FILE) from error
         found = _committed(folder, name, data, verify)
         if found is not None:
             return found
@@ -176,11 +179,13 @@ def _found(folder: Folder, rank: int | None, verify: bool) -> Committed:
 
 
 def version_of(folder: Folder, rank: int | None = None) -> bytes | None:
-    """Return the checksum of what ``.metadata`` holds now; None if it is not there."""
+    """Return the checksum of what ``.metadata`` holds now; None if it is not there, b"" if it is not a file."""
     try:
         return checksum(folder.read(metadata_name(rank)))
     except FileNotFoundError:
         return None
+    except (NotAFile, IsADirectoryError):
+        return b""
 
 
 def _committed(folder: Folder, name: str, data: bytes, verify: bool) -> Committed | None:
@@ -197,6 +202,8 @@ def _committed(folder: Folder, name: str, data: bytes, verify: bool) -> Committe
         problem = f"it does not fit {name}"
     except FileNotFoundError:
         problem = "it is missing"
+    except (NotAFile, IsADirectoryError):
+        problem = NOT_A_FILE
     except ValueError as error:
         problem = str(error)
     if folder.read(name) != data:
@@ -233,7 +240,7 @@ def _unsealed(folder: Folder, name: str, data: bytes, seal: _Seal | None, verify
         if manifest_name(save_id) in names:
             if verify:
                 raise _corrupt(name, data, "the line that leads to its manifest is damaged")
-            with suppress(ValueError):
+            with suppress(ValueError, NotAFile, IsADirectoryError):
                 return _with_manifest(Manifest.from_bytes(folder.read(manifest_name(save_id))), data, name, data)
     if failure is not None:
         raise failure

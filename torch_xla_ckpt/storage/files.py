@@ -6,15 +6,17 @@ to them.
 
 from __future__ import annotations
 
+import errno
 import logging
 import mmap
 import os
+import stat
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, BinaryIO, ClassVar, NamedTuple, Protocol
 
 import xxhash
 
@@ -31,6 +33,8 @@ TRANSIT = (
     "not damaged. If this happens again, check the network and the store"
 )
 """The warning about bytes that a remote store garbled once; for the URL and what was wrong."""
+
+NOT_A_FILE = "there is a folder, a pipe, a socket or a device in the place of the file"
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,10 @@ class Version:
     def is_same(self, other: Version) -> bool:
         """Whether both hold the same bytes, or both are not there."""
         return self.digest == other.digest
+
+
+class NotAFile(OSError):
+    """Something that is neither a file nor a folder has the name of a file: a pipe, a socket or a device."""
 
 
 class FileChanged(Exception):
@@ -203,7 +211,7 @@ class Folder(Protocol):
         """The bytes of each window; shorter where the file ends before.
 
         Raises:
-            FileNotFoundError: naming the file in ``filename``.
+            FileNotFoundError, NotAFile, IsADirectoryError: naming the file in ``filename``.
         """
 
     def forget(self, name: str, start: int, stop: int) -> None:
@@ -277,21 +285,24 @@ class LocalFolder:
     def listing(self) -> dict[str, Entry]:
         found = {}
         for name in self.names():
-            with suppress(FileNotFoundError):
+            with _passing_over_dead_links():
                 status = os.stat(self._path / name)
                 found[name] = Entry(status.st_size, status.st_mtime)
         return found
 
     def folders(self) -> list[str]:
-        try:
-            with os.scandir(self._path) as entries:
-                return [entry.name for entry in entries if entry.is_dir()]
-        except FileNotFoundError:
-            return []
+        found = []
+        with suppress(FileNotFoundError), os.scandir(self._path) as entries:
+            for entry in entries:
+                with _passing_over_dead_links():
+                    if entry.is_dir():
+                        found.append(entry.name)
+        return found
 
     def size(self, name: str) -> int:
         check_inside(name)
-        return os.stat(self._path / name).st_size
+        with _impossible_is_missing(name):
+            return os.stat(self._path / name).st_size
 
     def missing(self, files: Mapping[str, int], listed: Collection[str] | None = None) -> list[str]:
         # Not by listing: network file systems list late what other hosts have written.
@@ -304,7 +315,8 @@ class LocalFolder:
             return False
 
     def read(self, name: str) -> bytes:
-        return (self._path / name).read_bytes()
+        with self._opened(name) as file:
+            return file.read()
 
     def version(self, name: str) -> Version:
         try:
@@ -384,11 +396,20 @@ class LocalFolder:
         with self._lock:
             if name not in self._maps:
                 check_inside(name)
-                with open(self._path / name, "rb") as file:
+                with self._opened(name) as file:
                     empty = not os.fstat(file.fileno()).st_size
                     # Copy-on-write: tensors over the map may be written to, which never reaches the file.
                     self._maps[name] = None if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             return self._maps[name]
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[BinaryIO]:
+        """Open a file for reading. What is no file is refused, and never waited for."""
+        path = self._path / name
+        with _impossible_is_missing(name), open(path, "rb", opener=_open_at_once) as file:  # which refuses folders
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise NotAFile(errno.EINVAL, "this is a pipe, a socket or a device, and not a file", str(path))
+            yield file
 
     def _sync_folder(self, path: Path) -> None:
         if self._sync:
@@ -397,6 +418,35 @@ class LocalFolder:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+@contextmanager
+def _passing_over_dead_links() -> Iterator[None]:
+    """Pass over an entry of a folder that leads nowhere: a link to nothing, to itself, or to where nobody may go."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EACCES):
+            raise
+
+
+@contextmanager
+def _impossible_is_missing(name: str) -> Iterator[None]:
+    """Say that a file is missing if its name is one that the file system cannot have, or leads to a link to itself."""
+    try:
+        yield
+    except UnicodeEncodeError as error:
+        raise FileNotFoundError(errno.ENOENT, "no file can have this name", name) from error
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise FileNotFoundError(errno.ENOENT, "no file can have this name", name) from error
+        if error.errno == errno.ENXIO:  # a socket, or a device that is not there
+            raise NotAFile(error.errno, "this is a socket or a device, and not a file", name) from error
+        raise
 
 
 class _LocalSink:

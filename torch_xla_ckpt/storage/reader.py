@@ -36,7 +36,7 @@ from torch_xla_ckpt.errors import (
 from torch_xla_ckpt.serialization import restricted
 from torch_xla_ckpt.serialization.machine import Refused
 from torch_xla_ckpt.storage.commit import Committed, committed, metadata_name, version_of
-from torch_xla_ckpt.storage.files import TRANSIT, Folder, Window, open_folder
+from torch_xla_ckpt.storage.files import NOT_A_FILE, TRANSIT, Folder, NotAFile, Window, open_folder
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike
 from torch_xla_ckpt.storage.manifest import BLOCK, TINY, Manifest, Stored, checksum, foreign
 from torch_xla_ckpt.storage.progress import Progress
@@ -519,8 +519,10 @@ class _Reading:
     def _views(self, windows: Sequence[Window], pieces: Sequence[_Piece], job: _Job) -> list[memoryview]:
         try:
             views = self._folder.view(windows)
-        except FileNotFoundError as error:
-            raise self._missing(str(error.filename), pieces) from error
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise self._absent(str(error.filename), pieces, "the file is missing") from error
+        except (NotAFile, IsADirectoryError) as error:
+            raise self._absent(str(error.filename), pieces, NOT_A_FILE) from error
         job.bytes_read += sum(stop - start for window in windows for start, stop in window.parts)
         return views
 
@@ -604,12 +606,12 @@ class _Reading:
             )
         return target
 
-    def _missing(self, name: str, pieces: Sequence[_Piece]) -> CorruptCheckpointError:
+    def _absent(self, name: str, pieces: Sequence[_Piece], what: str) -> CorruptCheckpointError:
         name = os.path.basename(name)
         here = [piece for piece in pieces if os.path.basename(piece.stored.relative_path) == name]
         stop = max((piece.stored.offset + piece.stored.extent for piece in here), default=0)
         keys = tuple(dict.fromkeys(piece.key for piece in here))
-        return _corrupt(Damage(name, 0, stop, keys, "the file is missing"))
+        return _corrupt(Damage(name, 0, stop, keys, what))
 
 
 class _Chunk:

@@ -377,6 +377,10 @@ class RemoteFolder:
         self._fs.invalidate_cache(self._path)
 
     def _full(self, name: str) -> str:
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise FileNotFoundError(errno.ENOENT, "no file can have this name", name) from error
         return f"{self._path}/{name}"
 
 

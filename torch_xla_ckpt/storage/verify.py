@@ -18,7 +18,7 @@ from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, Damag
 from torch_xla_ckpt.layout import Box, covers_exactly, find_flaws
 from torch_xla_ckpt.serialization.archive import Archive, ArchiveError
 from torch_xla_ckpt.storage.commit import Committed, committed, version_of
-from torch_xla_ckpt.storage.files import TRANSIT, Folder, Window, open_folder
+from torch_xla_ckpt.storage.files import NOT_A_FILE, TRANSIT, Folder, NotAFile, Window, open_folder
 from torch_xla_ckpt.storage.location import Location
 from torch_xla_ckpt.storage.manifest import Stored, checksum, foreign
 from torch_xla_ckpt.storage.metadata import METADATA
@@ -98,22 +98,35 @@ def verify(
         progress: show a progress bar on a terminal when it takes long. Needs tqdm.
 
     Raises:
-        CheckpointError: there is no checkpoint.
+        CheckpointError: there is no checkpoint, or the storage does not give access to all of it.
         UnsafeObjectError: ``.metadata`` names something that could run code.
     """
     folder = open_folder(Location.of(path, storage_options))
     for _ in range(_RESTARTS):
-        ranks = _ranks(folder)
-        before = [version_of(folder, rank) for rank in ranks]
-        report = _joined(folder, [_verify(folder, rank, progress) for rank in ranks])
-        folder.release()
-        # Only a checkpoint that is still there is damaged: a newer save removes the files of the one before it.
-        if report.ok or before == [version_of(folder, rank) for rank in ranks]:
+        try:
+            report = _report(folder, progress)
+        except FileNotFoundError:
+            continue  # it was removed or replaced since its metadata was first seen
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise _not_read(folder, f"{METADATA} or the manifest", error) from error
+        if report is not None:
             return report
     raise ReplacedCheckpointError(
         f"the checkpoint in {folder.url} was replaced {_RESTARTS} times while it was verified. Verify it while nothing "
         "is saved there"
     )
+
+
+def _report(folder: Folder, progress: bool) -> VerifyReport | None:
+    """What is damaged; None if the checkpoint was replaced meanwhile."""
+    ranks = _ranks(folder)
+    before = [version_of(folder, rank) for rank in ranks]
+    report = _joined(folder, [_verify(folder, rank, progress) for rank in ranks])
+    folder.release()
+    # Only a checkpoint that is still there is damaged: a newer save removes the files of the one before it.
+    return report if report.ok or before == [version_of(folder, rank) for rank in ranks] else None
 
 
 def _ranks(folder: Folder) -> list[int | None]:
@@ -237,13 +250,19 @@ def _check_file(
         return _check_spans(folder, name, items, actual, found, bar)
     except FileNotFoundError:
         return _Checked([Damage(name, 0, end, keys, "the file is missing")], 0, [])
-    except (IsADirectoryError, NotADirectoryError):
-        return _Checked([Damage(name, 0, end, keys, "there is a folder in the place of the file")], 0, [])
-    except (OSError, MemoryError, OverflowError) as error:
-        raise CheckpointError(
-            f"cannot verify {folder.url}: reading {name} failed ({type(error).__name__}: {error}). This says nothing "
-            "about the checkpoint; try again"
-        ) from error
+    except (NotAFile, IsADirectoryError, NotADirectoryError):
+        return _Checked([Damage(name, 0, end, keys, NOT_A_FILE)], 0, [])
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise _not_read(folder, name, error) from error
+
+
+def _not_read(folder: Folder, what: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"cannot verify {folder.url}: reading {what} failed ({type(error).__name__}: {error}). This says nothing about "
+        "the checkpoint. Check the access rights, the network and the store, and try again"
+    )
 
 
 def _check_spans(
