@@ -618,12 +618,30 @@ def test_a_cached_plan_of_dcp_is_refused_and_neither_old_nor_new_files_are_harme
 
 # Options.
 
+
+def nested(levels):
+    value = 1
+    for _ in range(levels):
+        value = [value] if levels % 2 else {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("levels", [399, 400])
+def test_user_metadata_of_400_levels_is_read_again(tmp_path, levels):
+    xc.save({"t": torch.ones(2)}, tmp_path, user_metadata=nested(levels))
+    assert manifest_of(tmp_path).user_metadata == nested(levels)
+    with pytest.raises(ValueError, match="user_metadata is nested more than 400 levels deep"):
+        xc.save({"t": torch.ones(2)}, tmp_path, user_metadata=nested(levels + 400))
+
+
 WRONG = {
     "NaN": ({"user_metadata": {"loss": math.nan}}, ValueError),
     "infinity": ({"user_metadata": [math.inf]}, ValueError),
     "no JSON": ({"user_metadata": {"shape": {1, 2}}}, TypeError),
     "a tensor": ({"user_metadata": torch.ones(1)}, TypeError),
     "tuples as keys": ({"user_metadata": {(1, 2): 3}}, TypeError),
+    "too deep to be read": ({"user_metadata": nested(401)}, ValueError),
+    "too deep to be written": ({"user_metadata": nested(5000)}, ValueError),
     "step is a string": ({"step": "x"}, TypeError),
     "step is a fraction": ({"step": 1.5}, TypeError),
     "no budget": ({"memory_budget": 0}, ValueError),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import io
-import json
 import operator
 import os
 import platform
@@ -37,7 +36,7 @@ from torch_xla_ckpt.storage.files import Folder, Sink, open_folder
 from torch_xla_ckpt.storage.frame import Bytes, item_of
 from torch_xla_ckpt.storage.lease import Holder
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike
-from torch_xla_ckpt.storage.manifest import BLOCK, TINY, Manifest, Stored, checksum, padded
+from torch_xla_ckpt.storage.manifest import BLOCK, TINY, Manifest, Stored, check_user_metadata, checksum, padded
 from torch_xla_ckpt.storage.metadata import pickled_metadata
 from torch_xla_ckpt.storage.progress import Progress
 from torch_xla_ckpt.timeline import Timeline
@@ -90,7 +89,7 @@ class ShardWriter(StorageWriter):
         threads: how many threads write, each into a file. Default: one for each core up to 8; 8 for URLs. Small items
             in local folders go into one more file, from the calling thread.
         step: the training step, for the manifest.
-        user_metadata: anything that is JSON, for the manifest.
+        user_metadata: anything that is JSON, up to 400 levels deep, for the manifest.
         storage_options: for fsspec's filesystem.
         request_timeout: seconds that a remote store may take for one request, plus one for every MiB in it.
         progress: show a progress bar on a terminal when it takes long. Needs tqdm.
@@ -120,7 +119,7 @@ class ShardWriter(StorageWriter):
         super().__init__()
         if memory_budget <= 0 or (threads is not None and threads <= 0):
             raise ValueError("memory_budget and threads must be positive")
-        json.dumps(user_metadata, allow_nan=False)  # raises now what would otherwise fail a save
+        check_user_metadata(user_metadata)  # raises now what would otherwise fail a save
         self._sync = sync
         self._memory_budget = memory_budget
         self._threads = threads
