@@ -37,7 +37,7 @@ PARENT = types.SimpleNamespace(stager=None, manager=None, handle=None)
 def lives(folder):
     """Use the package in a child as any program would, and find the parent's objects inert."""
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, signal.getsignal(signal.SIGTERM)
-    assert gc.isenabled()
+    assert gc.isenabled() and 0 < gc.get_threshold()[0] < 1 << 30
     own = Path(folder) / f"child-{os.getpid()}"
     saves_and_loads(own / "sync", lambda path: xc.save(state(7), path))
     with xc.SPMDStager("host") as stager:
@@ -333,7 +333,7 @@ def main():
     target = state(0)
     xc.load(target, path, unexpected="ignore")
     assert target["n"] == 1 and target["t"].eq(1).all() and xc.verify(path).ok
-    assert gc.isenabled() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert gc.isenabled() and 0 < gc.get_threshold()[0] < 1 << 30 and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     print(json.dumps({"problems": problems, "made": made}), flush=True)
 
 

@@ -7,9 +7,11 @@ import contextlib
 import dataclasses
 import functools
 import json
+import os
 import pickle
 import random
 import shutil
+import socket
 
 import fsspec
 import pytest
@@ -281,6 +283,31 @@ def test_a_file_that_is_gone_or_empty_is_found_with_the_keys_that_it_held(copy, 
         assert {key for damage in error.damages for key in damage.keys} <= keys
     if what == "missing":
         assert "missing" in str(report) and "missing" in str(error)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("what", ["pipe", "socket", "device", "folder", "link to itself"])
+@pytest.mark.parametrize("which", ["data 0", "manifest", ".metadata"])
+def test_what_is_no_file_is_found_in_the_place_of_one_and_never_waited_for(copy, which, what, tmp_path):
+    name = {"data 0": copy.data[0], "manifest": copy.manifest}.get(which, which)
+    path = copy.path / name
+    path.unlink()
+    if what == "socket":
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(tmp_path / "s"))
+        (tmp_path / "s").rename(path)
+    else:
+        make = {"pipe": os.mkfifo, "device": lambda _: path.symlink_to("/dev/zero"), "folder": os.mkdir}
+        make.get(what, lambda _: path.symlink_to(name))(path)
+    if (which, what) == (".metadata", "link to itself"):
+        with pytest.raises(xc.CheckpointError, match="there is no checkpoint"):
+            xc.verify(copy.path)
+        with pytest.raises(xc.CheckpointError, match="there is no checkpoint"):
+            xc.load(target(), copy.path)
+        return
+    report = xc.verify(copy.path)
+    assert {damage.file for damage in report.damages} == {name}, report
+    assert {damage.file for damage in load_errors(copy.path).damages} == {name}
 
 
 def test_no_metadata_means_no_checkpoint(copy):
@@ -621,6 +648,41 @@ def test_tensors_that_have_lost_their_checksums_are_said_to_be_unchecked(tmp_pat
     caplog.clear()
     xc.load({"a": torch.zeros(64)}, path)
     assert "manifest is gone" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["a\ud800", "a" * 5000])
+def test_names_that_no_file_can_have_are_damage(tmp_path, name):
+    path = tmp_path / "checkpoint"
+    xc.save({"a": torch.arange(64.0)}, path, sync=False)
+    resealed(path, lambda top: top["files"][0].__setitem__(0, name))
+    stock = tmp_path / "stock"
+    dcp.save({"a": torch.arange(64.0)}, checkpoint_id=stock)
+    edited(stock, relative_path=name)
+    for one in (path, stock):
+        report = xc.verify(one)
+        assert not report.ok and report.keys == ("a",) and "missing" in str(report)
+        str(report).encode()
+        with pytest.raises(xc.CorruptCheckpointError, match="the file is missing") as caught:
+            xc.load({"a": torch.zeros(64)}, one)
+        str(caught.value).encode()
+
+
+@pytest.mark.parametrize("number", ["offset", "length"])
+def test_numbers_beyond_any_file_in_stock_metadata_are_damage(tmp_path, number):
+    """Python refuses to print one of more than 4300 digits."""
+    dcp.save({"a": torch.arange(64.0)}, checkpoint_id=tmp_path)
+    edited(tmp_path, **{number: 1 << 50_000})
+    assert not xc.verify(tmp_path).ok
+    with pytest.raises(xc.CorruptCheckpointError, match=r"\.metadata"):
+        xc.load({"a": torch.zeros(64)}, tmp_path)
+
+
+def edited(stock, **places):
+    """Change where the metadata of a stock checkpoint says that its items lie."""
+    metadata = dcp.FileSystemReader(stock).read_metadata()
+    for place in metadata.storage_data.values():
+        vars(place).update(places)
+    (stock / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def test_verify_reports_a_folder_in_the_place_of_a_file_and_lengths_beyond_memory(tmp_path):

@@ -347,7 +347,8 @@ def test_the_requests_of_a_manager_on_s3_do_not_grow_with_the_number_of_steps(se
         saving.wait()
         for step in (61, 62):
             asked = spent(lambda step=step: (saving.save(step, state(step), force=True), saving.wait()))
-            assert sum(asked.values()) <= 10 and asked["ListObjects"] <= 1
+            # The step's folder is listed when its save begins, and right before it commits.
+            assert sum(asked.values()) <= 10 and asked["ListObjects"] <= 2
         assert spent(saving.all_steps)["ListObjects"] == 1 and saving.all_steps() == list(range(63))
         assert sum(spent(saving.all_steps).values()) == 1  # all is known by now
         assert spent(lambda: newest(saving))["ListObjects"] <= 2

@@ -107,6 +107,20 @@ def test_a_copy_made_of_a_run_that_goes_on_is_whole_or_told_to_be_damaged(tmp_pa
     assert sum(seen.values()) > 0 and held(path) == 60.0
 
 
+def test_a_link_to_itself_does_not_make_a_folder_unusable(tmp_path):
+    path, run = tmp_path / "c", tmp_path / "run"
+    xc.save(state(OLD), path)
+    (path / "self").symlink_to("self")
+    xc.save(state(NEW), path)
+    assert held(path) == NEW and xc.verify(path).ok
+    with xc.CheckpointManager(run, save_interval=1) as manager:
+        manager.save(1, state(OLD))
+    (run / "notes").symlink_to("notes")
+    with xc.CheckpointManager(run, save_interval=1) as manager:
+        manager.save(2, state(NEW))
+        assert manager.all_steps() == [1, 2]
+
+
 def test_four_ranks_save_into_one_bucket(tmp_path):
     with Server() as server, server.bucket("four-ranks") as bucket:
         url = "s3://four-ranks/run/c"

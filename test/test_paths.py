@@ -241,6 +241,7 @@ class Stuck(MemoryFileSystem):
     cachable = False
     on = None
     free = threading.Event()
+    late = threading.Event()  # a request that waited was carried out
 
     def _wait(self, operation):
         if Stuck.on == operation:
@@ -252,7 +253,9 @@ class Stuck(MemoryFileSystem):
 
     def pipe_file(self, path, value, **kwargs):
         self._wait("pipe_file")
-        return super().pipe_file(path, value, **kwargs)
+        self._wait(f"put {path.rpartition('/')[2]}")
+        super().pipe_file(path, value, **kwargs)
+        self._carried_out(path)
 
     def cat_file(self, path, start=None, end=None, **kwargs):
         self._wait("cat_file")
@@ -260,7 +263,12 @@ class Stuck(MemoryFileSystem):
 
     def rm_file(self, path):
         self._wait("rm_file")
-        return super().rm_file(path)
+        super().rm_file(path)
+        self._carried_out(path)
+
+    def _carried_out(self, path):
+        if Stuck.free.is_set() and path.endswith(".metadata"):
+            Stuck.late.set()
 
     def _open(self, path, mode="rb", **kwargs):
         self._wait("open")
@@ -270,7 +278,7 @@ class Stuck(MemoryFileSystem):
 @pytest.fixture
 def stuck():
     fsspec.register_implementation("stuck", Stuck, clobber=True)
-    Stuck.on, Stuck.free = None, threading.Event()
+    Stuck.on, Stuck.free, Stuck.late = None, threading.Event(), threading.Event()
     yield f"stuck://{uuid.uuid4().hex}/c"
     Stuck.on = None
     Stuck.free.set()
@@ -285,6 +293,28 @@ def test_a_store_that_never_answers_fails_a_save_with_its_name(stuck, operation)
     assert "request_timeout=" in str(caught.value)
     Stuck.on = None
     assert value_at(stuck) == 1
+
+
+@pytest.mark.parametrize("operation", ["put .metadata", "rm_file"])
+def test_a_request_that_was_given_up_on_cannot_destroy_a_later_save(stuck, operation):
+    """The store may carry it out at any time after that."""
+    xc.save(state(1), stuck)
+    Stuck.on = operation
+    if operation == "rm_file":  # as retention deletes a step
+        folder = open_folder(Location.of(stuck, request_timeout=0.2))
+        with pytest.raises(OSError, match="no answer within"):
+            folder.remove([".metadata"])
+    else:
+        with pytest.raises(xc.CheckpointError, match="no answer within"):
+            xc.save(state(2), storage_writer=xc.ShardWriter(stuck, request_timeout=0.2))
+    Stuck.on = None
+    with pytest.raises(xc.CheckpointError, match=r"stuck://.*an earlier request .*\.metadata got no answer, and still"):
+        xc.save(state(3), storage_writer=xc.ShardWriter(stuck, request_timeout=0.2))
+    assert value_at(stuck) == 1
+    Stuck.free.set()
+    xc.save(state(3), stuck)
+    assert Stuck.late.is_set(), "the save did not wait"
+    assert value_at(stuck) == 3 and xc.verify(stuck).ok
 
 
 def test_a_store_that_never_removes_does_not_keep_a_save_from_ending(stuck, caplog):

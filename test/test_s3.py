@@ -30,6 +30,7 @@ from s3 import (
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 import torch_xla_ckpt as xc
+from torch_xla_ckpt.storage.lease import Holder
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -373,6 +374,22 @@ def test_a_process_killed_while_it_saves_leaves_the_old_checkpoint_or_the_new_on
     assert not bucket.pending(), "parts of what the dead one uploaded cost money until somebody aborts it"
 
 
+def test_uploads_of_a_save_that_began_later_are_not_aborted(place, bucket):
+    """Those of a dead save are; the later one is alive, and its save would fail."""
+    dead, later = (f"run/step-1/__0_0-{digit * 16}.distcp" for digit in "de")
+    ended = dataclasses.replace(Holder.here(), started="1")
+    bucket[f"run/step-1/lease-{'d' * 16}.json"] = ended.to_bytes()
+    bucket.server.client.create_multipart_upload(Bucket=bucket.name, Key=dead)
+
+    def another_begins(request, forward):
+        bucket.server.client.create_multipart_upload(Bucket=bucket.name, Key=later)
+        return forward()
+
+    with bucket.server.failing(another_begins, STEPS["the commit"], times=1):
+        place.save(host_state(0, 1))
+    assert bucket.pending() == [later]
+
+
 def test_an_upload_refused_to_one_process_fails_all_of_them(place, bucket, tmp_path):
     url, options = place.url, place.options
     assert Saving(url, options, 0, world=2, rendezvous=str(tmp_path / "first")).said() == ["", ""]
@@ -464,6 +481,49 @@ def test_an_answer_that_does_not_arrive_whole_is_never_taken_for_it(fault, verif
     assert all(not tensor.any() or same_bits(tensor, state[key]) for key, tensor in target.items())
     assert not all(tensor.any() for tensor in target.values())
     assert place.has(state, verify=verify)
+
+
+@pytest.mark.parametrize("name", [".metadata", "manifest-*", "*.distcp"])
+@pytest.mark.parametrize("fault", [cut_short, bit_flipped])
+def test_one_garbled_answer_does_not_make_a_checkpoint_damaged(fault, name, place, bucket, caplog):
+    """Restoring would go back a step, and verify would report damage, although the object is as it was written."""
+    state = host_state(0)
+    place.save(state, threads=1)
+    garbled = asks("GetObject", name)
+    with bucket.server.failing(fault, garbled, times=1) as met:
+        assert place.has(state)
+    if name == "*.distcp":  # s3fs checks the others by itself, and may have asked again before us
+        assert len(met) == 1 and caplog.text.count("made a second time") == 1
+    with bucket.server.failing(fault, garbled, times=1) as met:
+        report = place.verify()
+    assert met and report.ok, report
+
+
+def test_one_garbled_answer_does_not_make_the_manager_restore_an_older_step(bucket):
+    url = f"s3://{bucket.name}/run"
+    with xc.CheckpointManager(url, save_interval=1, storage_options=bucket.server.options) as manager:
+        for step in (1, 2):
+            manager.save(step, {"t": torch.full((1000,), float(step))})
+    for fault in (cut_short, bit_flipped):
+        target = {"t": torch.zeros(1000)}
+        with xc.CheckpointManager(url, save_interval=1, storage_options=bucket.server.options) as manager:
+            with bucket.server.failing(fault, asks("GetObject", "*.distcp"), times=1) as met:
+                assert manager.restore_latest(target) == 2
+            assert met and manager.all_steps() == [1, 2]
+        assert target["t"].eq(2).all()
+
+
+@pytest.mark.parametrize("name", [".metadata", "manifest-*", "*.distcp"])
+@pytest.mark.parametrize("fault", [refused, slow_down, broken_before, broken_off, cut_short, bit_flipped])
+def test_a_store_that_does_not_answer_verify_is_no_damage_and_is_named(fault, name, place, bucket, monkeypatch):
+    """cut_short and bit_flipped: s3fs checks what it asks for as a whole."""
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 2)
+    place.save({"t": torch.ones(100)})
+    what = "__0_0-.*distcp" if name == "*.distcp" else r"\.metadata or the manifest"
+    named = pytest.raises(xc.CheckpointError, match=rf"cannot verify s3://.*: reading {what} failed .*try again")
+    with bucket.server.failing(fault, asks("GetObject", name)) as met, named:
+        place.verify()
+    assert met and place.verify().ok
 
 
 @pytest.mark.parametrize("fault", [broken_before, broken_after])

@@ -618,12 +618,30 @@ def test_a_cached_plan_of_dcp_is_refused_and_neither_old_nor_new_files_are_harme
 
 # Options.
 
+
+def nested(levels):
+    value = 1
+    for _ in range(levels):
+        value = [value] if levels % 2 else {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("levels", [399, 400])
+def test_user_metadata_of_400_levels_is_read_again(tmp_path, levels):
+    xc.save({"t": torch.ones(2)}, tmp_path, user_metadata=nested(levels))
+    assert manifest_of(tmp_path).user_metadata == nested(levels)
+    with pytest.raises(ValueError, match="user_metadata is nested more than 400 levels deep"):
+        xc.save({"t": torch.ones(2)}, tmp_path, user_metadata=nested(levels + 400))
+
+
 WRONG = {
     "NaN": ({"user_metadata": {"loss": math.nan}}, ValueError),
     "infinity": ({"user_metadata": [math.inf]}, ValueError),
     "no JSON": ({"user_metadata": {"shape": {1, 2}}}, TypeError),
     "a tensor": ({"user_metadata": torch.ones(1)}, TypeError),
     "tuples as keys": ({"user_metadata": {(1, 2): 3}}, TypeError),
+    "too deep to be read": ({"user_metadata": nested(401)}, ValueError),
+    "too deep to be written": ({"user_metadata": nested(5000)}, ValueError),
     "step is a string": ({"step": "x"}, TypeError),
     "step is a fraction": ({"step": 1.5}, TypeError),
     "no budget": ({"memory_budget": 0}, ValueError),
@@ -936,8 +954,15 @@ def collector(request):
     """Whether the program had it on."""
     was = gc.isenabled()
     gc.enable() if request.param else gc.disable()
+    threshold = gc.get_threshold()
     yield request.param
+    assert gc.get_threshold() == threshold
     gc.enable() if was else gc.disable()
+
+
+def collects():
+    """Whether the collector is on, and would run at some time."""
+    return gc.isenabled() and 0 < gc.get_threshold()[0] < 1 << 30
 
 
 class Watching:
@@ -947,39 +972,39 @@ class Watching:
         self.seen = []
 
     def state_dict(self):
-        self.seen.append(gc.isenabled())
+        self.seen.append(collects())
         return {"t": torch.ones(2)}
 
     def load_state_dict(self, state):
-        self.seen.append(gc.isenabled())
+        self.seen.append(collects())
 
 
 def test_the_collector_rests_during_a_checkpoint_and_is_afterwards_as_before(collector, tmp_path):
     part = Watching()
     xc.save({"part": part}, tmp_path)
-    assert gc.isenabled() is collector
+    assert collects() is collector
     xc.load({"part": part}, tmp_path)
-    assert gc.isenabled() is collector
+    assert collects() is collector
     assert part.seen and not any(part.seen)
     save({"part": part}, tmp_path)
     load({"part": part}, tmp_path)
-    assert gc.isenabled() is collector
+    assert collects() is collector
 
 
 def test_the_collector_is_as_before_when_a_checkpoint_fails(collector, tmp_path):
     with pytest.raises(xc.CheckpointError):
         xc.load({"t": torch.ones(2)}, tmp_path / "nothing")
-    assert gc.isenabled() is collector
+    assert collects() is collector
     (tmp_path / "file").write_text("")
     with pytest.raises(xc.CheckpointError):
         xc.save({"t": torch.ones(2)}, tmp_path / "file")
-    assert gc.isenabled() is collector
+    assert collects() is collector
     with pytest.raises(ValueError):
         xc.save({"t": torch.ones(2)})
-    assert gc.isenabled() is collector
+    assert collects() is collector
     with pytest.raises(CheckpointException):
         save({"s": torch.eye(2).to_sparse()}, tmp_path / "c")
-    assert gc.isenabled() is collector
+    assert collects() is collector
 
 
 def test_the_collector_rests_until_the_last_of_several_threads_is_done(collector):
@@ -990,7 +1015,7 @@ def test_the_collector_rests_until_the_last_of_several_threads_is_done(collector
     def work(number):
         begun[number].set()
         ended[number].wait(10)
-        seen[gc.isenabled()] += 1
+        seen[collects()] += 1
         if number:
             raise ValueError
 
@@ -1004,7 +1029,29 @@ def test_the_collector_rests_until_the_last_of_several_threads_is_done(collector
     for event in begun:
         assert event.wait(10)
     for event, thread in zip(ended, threads):
-        assert not gc.isenabled()
+        assert not collects()
         event.set()
         thread.join()
-    assert gc.isenabled() is collector and seen == {False: 2}
+    assert collects() is collector and seen == {False: 2}
+
+
+@pytest.mark.parametrize("setting", [gc.disable, lambda: gc.set_threshold(0), lambda: gc.set_threshold(99_999, 7, 8)])
+def test_what_the_program_sets_while_the_collector_rests_is_not_undone(setting):
+    """During an async save it cannot know of the pause, and may turn the collector off for its own reasons."""
+    threshold, inner = gc.get_threshold(), without_collector(lambda: None)
+
+    @without_collector
+    def work():
+        inner()
+        setting()
+        inner()
+        return gc.isenabled(), gc.get_threshold()
+
+    try:
+        set_by_program = work()
+        assert gc.isenabled() == set_by_program[0]
+        expected = threshold if setting is gc.disable else set_by_program[1]
+        assert gc.get_threshold() == expected
+    finally:
+        gc.enable()
+        gc.set_threshold(*threshold)

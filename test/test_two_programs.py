@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from s3 import Server, asks, broken_after
 
 import torch_xla_ckpt as xc
-from torch_xla_ckpt.storage import commit, lease
+from torch_xla_ckpt.manager.steps import Steps
+from torch_xla_ckpt.storage import commit, files, lease
 from torch_xla_ckpt.storage.files import open_folder
 from torch_xla_ckpt.storage.location import Location
 
@@ -41,12 +42,15 @@ def place(request, tmp_path):
     return f"s3://{bucket.name}/{uuid.uuid4().hex}", bucket.server.options
 
 
-def steps_of(path, options, value):
-    """The steps of one save, each as DCP makes them; another program may do anything between two of them."""
+def steps_of(path, options, value, rank=None):
+    """The steps of one save, each as DCP makes them; another program may do anything between two of them.
+
+    With a ``rank`` it is the save of this rank alone, without collectives.
+    """
     writer = xc.ShardWriter(path, sync=False, threads=1, storage_options=options)
     planner = xc.SPMDSavePlanner()
     planner.set_up_planner({"t": torch.full((100,), value)}, writer.storage_meta(), True)
-    writer.set_up_storage_writer(True)
+    writer.set_up_storage_writer(True, **({} if rank is None else {"rank": rank, "use_collectives": False}))
     plan = writer.prepare_local_plan(planner.create_local_plan())
     yield writer
     plans, metadata = planner.create_global_plan([plan])
@@ -161,6 +165,64 @@ def test_a_save_after_another_replaces_it(place):
         assert len(files_at(path, options)) == 3
 
 
+def prepared(path, options, value, rank=None):
+    """A save that has all but committed."""
+    save = steps_of(path, options, value, rank)
+    for _ in range(3):
+        next(save)
+    return save
+
+
+def test_a_save_whose_files_are_removed_while_it_runs_is_not_committed(place):
+    """Otherwise it reports success, and nothing can be loaded."""
+    path, options = place
+    save = prepared(path, options, 1.0)
+    open_folder(Location.of(path, options)).remove([*files_at(path, options)])
+    with pytest.raises(xc.CheckpointError, match=r"was not committed: __0_0-.* cannot be seen"):
+        next(save)
+    assert value_at(path, options) is None
+
+
+def test_a_store_that_lists_late_is_asked_for_the_files_of_a_save_by_name(place, monkeypatch):
+    path, options = place
+    save = prepared(path, options, 1.0)
+    monkeypatch.setattr(type(open_folder(Location.of(path, options))), "listing", lambda self: {})
+    list(save)
+    monkeypatch.undo()
+    assert value_at(path, options) == 1.0
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("loser, winner", [(None, 0), (0, None), (None, 1)])
+def test_of_a_save_of_all_ranks_and_one_of_a_single_rank_the_first_to_commit_wins(place, loser, winner, old):
+    path, options = place
+    if old:
+        list(steps_of(path, options, 0.0, rank=0))
+    slow = prepared(path, options, 1.0, loser)
+    list(steps_of(path, options, 2.0, winner))
+    with pytest.raises(xc.ConcurrentSaveError):
+        next(slow)
+    metadata = commit.metadata_name(winner)
+    assert {name for name in files_at(path, options) if name.endswith(".metadata")} - {"__0.metadata"} <= {metadata}
+    found = commit.committed(open_folder(Location.of(path, options)), winner)
+    assert set(found.manifest.files) <= files_at(path, options)
+
+
+@pytest.mark.parametrize("loser, winner", [(None, 0), (0, None)])
+def test_a_commit_between_the_last_look_and_the_lock_is_seen(tmp_path, monkeypatch, loser, winner):
+    path, locked = str(tmp_path), files.locked
+    slow, others = prepared(path, None, 1.0, loser), [steps_of(path, None, 2.0, winner)]
+
+    def late(folder):
+        if others:
+            list(others.pop())
+        return locked(folder)
+
+    monkeypatch.setattr(files, "locked", late)
+    with pytest.raises(xc.ConcurrentSaveError):
+        next(slow)
+
+
 def test_a_commit_whose_answer_was_lost_is_not_taken_for_another_programs(s3):
     """s3fs repeats the request, and its condition does not hold any more: for what it has written itself."""
     path, options = f"s3://{s3.name}/lost-answer", s3.server.options
@@ -187,6 +249,41 @@ def test_a_checkpoint_that_lists_late_is_not_replaced_unseen(place, monkeypatch)
     slow.close()
     assert before <= files_at(path, options) | {".metadata"}
     assert value_at(path, options) == 0.0
+
+
+# A program that deletes a step beside one that saves there.
+
+
+def step_of(path, options):
+    """A run's step 1, and the steps of a save to it that has all but committed."""
+    return Steps(Location.of(path, options)), prepared(f"{path}/1", options, 1.0)
+
+
+def test_deleting_a_step_spares_a_save_that_commits_while_leases_are_read(place, monkeypatch):
+    """Its lease has ended by then, and its files were listed before."""
+    path, options = place
+    steps, save = step_of(path, options)
+    living = commit.living
+
+    def late(*args):
+        list(save)
+        return living(*args)
+
+    monkeypatch.setattr(commit, "living", late)
+    with pytest.raises(OSError, match="is committed, so its files stay"):
+        steps.clear(1)
+    assert value_at(f"{path}/1", options) == 1.0
+
+
+def test_deleting_a_step_of_torch_xlas_manager_spares_a_save_that_is_alive(place):
+    path, options = place
+    steps, save = step_of(path, options)
+    for name in ("__0_0.distcp", ".manager_metadata"):
+        steps.folder(1).put(name, b"torch_xla's")
+    assert steps.clear(1, stock=True) is False, "the folder of a save that is alive must stay"
+    list(save)
+    assert value_at(f"{path}/1", options) == 1.0
+    assert len(files_at(f"{path}/1", options)) == 3
 
 
 OTHER = """
@@ -337,6 +434,29 @@ def test_verify_tells_of_damage_of_the_current_checkpoint_only(tmp_path, monkeyp
 
     monkeypatch.setattr(verify_module, "_check_file", late)
     assert xc.verify(path).ok
+
+
+@pytest.mark.parametrize("when", ["before .metadata is read", "before the manifest is read"])
+def test_verify_says_that_a_step_is_gone_that_is_deleted_meanwhile(place, monkeypatch, when):
+    path, options = place
+    list(steps_of(path, options, 1.0))
+    folder, verified = open_folder(Location.of(path, options)), verify_module._verify
+    read = type(folder).read
+
+    def removed(*args):
+        if when == "before .metadata is read":
+            folder.remove([".metadata"])
+        return verified(*args)
+
+    def gone(self, name):
+        if name.startswith("manifest-") and when == "before the manifest is read":
+            folder.remove([".metadata", name])
+        return read(self, name)
+
+    monkeypatch.setattr(verify_module, "_verify", removed)
+    monkeypatch.setattr(type(folder), "read", gone)
+    with pytest.raises(xc.CheckpointError, match="there is no checkpoint"):
+        xc.verify(path, storage_options=options)
 
 
 # Leases.

@@ -53,7 +53,8 @@ class Damage:
 
     def __str__(self) -> str:
         shown = ", ".join(map(repr, self.keys[:5])) + (f" and {len(self.keys) - 5} more" if len(self.keys) > 5 else "")
-        return f"{shown or 'no key'}: {self.file}, bytes {self.start:,} to {self.stop:,}: {self.what}"
+        file = self.file if self.file.isprintable() else ascii(self.file)
+        return f"{shown or 'no key'}: {file}, bytes {self.start:,} to {self.stop:,}: {self.what}"
 
 
 class CorruptCheckpointError(CheckpointError):

@@ -319,6 +319,8 @@ class Steps:
     def clear(self, step: int, files: Collection[str] = (), *, stock: bool = False) -> bool:
         """Delete the files of a step that has no commit. Files that are not ours stay, and then the folder does too.
 
+        So do files of a save that may be alive, also if another program makes it.
+
         Args:
             step: its number.
             files: that are known to be its own; others are found by listing the folder.
@@ -332,11 +334,12 @@ class Steps:
         """
         folder = self.folder(step)
         listing = folder.listing()
-        if self.look(step, fresh=True).kind != "unfinished":
-            raise OSError(f"{self.at(step)} is committed, so its files stay")
         ours = commit.over(folder, listing, None) | frozenset(files) | ({_THEIRS} & listing.keys())
         if stock:
-            ours |= {name for name in listing if commit.is_part(name)}
+            ours |= {name for name in listing if commit.is_part(name) and not commit.is_part(name, stock=False)}
+        # Only now: a save that has ended its lease meanwhile, and so counts as over, has committed the step.
+        if self.look(step, fresh=True).kind != "unfinished":
+            raise OSError(f"{self.at(step)} is committed, so its files stay")
         self._delete(folder, ours)
         if listing.keys() - ours:
             return False

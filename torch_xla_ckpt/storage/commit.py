@@ -30,8 +30,9 @@ from torch_xla_ckpt.errors import (
     CorruptCheckpointError,
     Damage,
     ReplacedCheckpointError,
+    UnsafeObjectError,
 )
-from torch_xla_ckpt.storage.files import Entry, FileChanged, Folder, Version
+from torch_xla_ckpt.storage.files import NOT_A_FILE, TRANSIT, Entry, FileChanged, Folder, NotAFile, Version
 from torch_xla_ckpt.storage.lease import Lease, ended, lease_name, living
 from torch_xla_ckpt.storage.manifest import Manifest, checksum
 from torch_xla_ckpt.storage.metadata import METADATA, read_metadata
@@ -101,9 +102,11 @@ def publish(
 
     Raises:
         ConcurrentSaveError: another program has saved here since.
+        CheckpointError: files of this save are not there, so nobody could load it.
     """
     if start is not None:
         start.lease.require()
+        folder.settle()
     sealed = manifest.to_bytes()
     sink = folder.create(manifest_name(manifest.save_id))
     try:
@@ -116,9 +119,19 @@ def publish(
     data = pickled + f"\ntorch_xla_ckpt {manifest.save_id} {checksum(sealed).hex()} ".encode()
     name = metadata_name(rank)
     data += checksum(data).hex().encode() + b"\n"
-    expected = None if start is None else start.version
+    temporary = f"{name}-{manifest.save_id}.tmp"
     try:
-        folder.replace(name, data, f"{name}-{manifest.save_id}.tmp", expected=expected)
+        if start is None:
+            folder.replace(name, data, temporary)
+        else:
+            listed = folder.names()
+            files = {**manifest.files, manifest_name(manifest.save_id): len(sealed)}
+            _require_files(folder, files, listed, start, rank)
+
+            def look() -> None:  # a local folder is locked by then, so that a second listing makes this exact
+                _require_no_others(folder, listed if folder.remote else folder.names(), start, rank)
+
+            folder.replace(name, data, temporary, expected=start.version, look=look)
     except FileChanged as error:
         # A request that is made again, because its answer was lost, finds what it has written itself.
         if not folder.version(name).is_same(Version.of(data)):
@@ -139,9 +152,23 @@ def committed(folder: Folder, rank: int | None = None, *, verify: bool = True) -
         CorruptCheckpointError: ``.metadata`` or the manifest is not what was written.
         UnsafeObjectError: ``.metadata`` names something that could run code.
     """
+    try:
+        return _found(folder, rank, verify)
+    except (CorruptCheckpointError, UnsafeObjectError) as first:
+        if not folder.remote:
+            raise
+        found = _found(folder, rank, verify)
+        logger.warning(TRANSIT, folder.url, first)
+        return found
+
+
+def _found(folder: Folder, rank: int | None, verify: bool) -> Committed:
     name = metadata_name(rank)
     for _ in range(_READS):
-        data = folder.read(name)
+        try:
+            data = folder.read(name)
+        except (NotAFile, IsADirectoryError) as error:
+            raise _corrupt(name, b"", NOT_A_FILE) from error
         found = _committed(folder, name, data, verify)
         if found is not None:
             return found
@@ -152,11 +179,13 @@ def committed(folder: Folder, rank: int | None = None, *, verify: bool = True) -
 
 
 def version_of(folder: Folder, rank: int | None = None) -> bytes | None:
-    """Return the checksum of what ``.metadata`` holds now; None if it is not there."""
+    """Return the checksum of what ``.metadata`` holds now; None if it is not there, b"" if it is not a file."""
     try:
         return checksum(folder.read(metadata_name(rank)))
     except FileNotFoundError:
         return None
+    except (NotAFile, IsADirectoryError):
+        return b""
 
 
 def _committed(folder: Folder, name: str, data: bytes, verify: bool) -> Committed | None:
@@ -173,6 +202,8 @@ def _committed(folder: Folder, name: str, data: bytes, verify: bool) -> Committe
         problem = f"it does not fit {name}"
     except FileNotFoundError:
         problem = "it is missing"
+    except (NotAFile, IsADirectoryError):
+        problem = NOT_A_FILE
     except ValueError as error:
         problem = str(error)
     if folder.read(name) != data:
@@ -209,7 +240,7 @@ def _unsealed(folder: Folder, name: str, data: bytes, seal: _Seal | None, verify
         if manifest_name(save_id) in names:
             if verify:
                 raise _corrupt(name, data, "the line that leads to its manifest is damaged")
-            with suppress(ValueError):
+            with suppress(ValueError, NotAFile, IsADirectoryError):
                 return _with_manifest(Manifest.from_bytes(folder.read(manifest_name(save_id))), data, name, data)
     if failure is not None:
         raise failure
@@ -254,11 +285,13 @@ class Start:
 
     Args:
         version: of ``.metadata``. The save is committed only if it still is this one.
+        others: versions of the metadata that ranks saved by themselves, if this is a save of all ranks.
         replaced: files that the commit makes superfluous.
         lease: tells other programs that the save is alive.
     """
 
     version: Version
+    others: Mapping[str, Version]
     replaced: frozenset[str]
     lease: Lease
 
@@ -269,12 +302,15 @@ def begin(folder: Folder, save_id: str, rank: int | None = None) -> Start:
     Nothing that could still be committed is removed: only files of saves whose process is known to have ended.
 
     Raises:
-        CheckpointError: a rank would save by itself into the checkpoint of all ranks, and no reader would see it.
+        CheckpointError: a rank would save by itself into the checkpoint of all ranks, and no reader would see it; or a
+            request of an earlier save, given up on, may still replace ``.metadata``.
     """
+    folder.settle()
     lease = Lease(folder, save_id)
     try:
         listing = folder.listing()
         version = folder.version(metadata_name(rank))
+        ranks_own = {name: folder.version(name) for name in _others(listing, rank)}
         if rank is not None and METADATA in listing:
             raise CheckpointError(
                 f"{folder.url} holds a checkpoint of all ranks, which readers prefer to what one rank saves by itself. "
@@ -301,7 +337,7 @@ def begin(folder: Folder, save_id: str, rank: int | None = None) -> Start:
     except BaseException:
         _end(folder, lease)
         raise
-    return Start(version, frozenset(removable), lease)
+    return Start(version, ranks_own, frozenset(removable), lease)
 
 
 def _removed(folder: Folder, names: Sequence[str]) -> Sequence[str]:
@@ -345,8 +381,9 @@ def finish(folder: Folder, save_id: str, start: Start) -> None:
     old = {name for name in start.replaced if save_id not in name}
     try:
         folder.remove([*sorted(old), start.lease.name])
-        if any(name.startswith("lease-") for name in old):  # that save may have begun uploads as well
-            folder.abort_uploads(lambda name: is_part(name, stock=False) and not _belongs(name, {save_id}))
+        over = {name.removeprefix("lease-").removesuffix(".json") for name in old if name.startswith("lease-")}
+        if over:  # these saves may have begun uploads as well; those that began after this one may be alive
+            folder.abort_uploads(lambda name: is_part(name, stock=False) and _belongs(name, over))
     except Exception as error:
         logger.warning(
             "the checkpoint in %s is saved, but files of an older one could not be removed (%s: %s). The next save "
@@ -372,14 +409,41 @@ def withdraw(folder: Folder, save_id: str, start: Start, rank: int | None = None
         folder.remove([*sorted(own - {start.lease.name}), start.lease.name])
 
 
-def require_unchanged(folder: Folder, start: Start, rank: int | None = None) -> None:
-    """Show that no other program has saved here since a save began.
+def _require_files(
+    folder: Folder, files: Mapping[str, int], listed: Collection[str], start: Start, rank: int | None
+) -> None:
+    """Show that all files of a save can be seen from here: those of other processes, and that nobody removed some.
+
+    Raises:
+        ConcurrentSaveError: another program has saved here since, and may have removed files.
+        CheckpointError: some cannot be seen, so nobody could load the checkpoint.
+    """
+    missing = folder.missing(files, listed)
+    if not missing:
+        return
+    if not folder.version(metadata_name(rank)).is_same(start.version):
+        raise _lost_to_another(folder, rank)
+    raise CheckpointError(
+        f"the checkpoint was not committed: {', '.join(missing[:5])} cannot be seen whole in {folder.url} from the "
+        "coordinator. All processes must write to one shared folder; if this is one, its file system shows new files "
+        "late, or somebody has removed them while the save ran. Save again"
+    )
+
+
+def _require_no_others(folder: Folder, listed: Collection[str], start: Start, rank: int | None) -> None:
+    """Show that no rank has saved by itself since a save of all ranks began, nor the other way round.
 
     Raises:
         ConcurrentSaveError: naming the other save.
     """
-    if not folder.version(metadata_name(rank)).is_same(start.version):
-        raise _lost_to_another(folder, rank)
+    if rank is not None:
+        if folder.version(METADATA).exists:
+            raise _lost_to_another(folder, None)
+        return
+    for name in sorted(_others(listed, rank)):
+        before = start.others.get(name)
+        if before is None or not folder.version(name).is_same(before):
+            raise _lost_to_another(folder, int(name.removeprefix("__").removesuffix(METADATA)))
 
 
 def _lost_to_another(folder: Folder, rank: int | None) -> ConcurrentSaveError:

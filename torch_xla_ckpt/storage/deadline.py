@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, ParamSpec, TypeVar
 
@@ -24,7 +24,47 @@ _lock = threading.Lock()
 
 
 class RequestTimeout(TimeoutError):
-    """A call did not end within its time limit."""
+    """A call did not end within its time limit.
+
+    Attributes:
+        call: ends when the call does, which goes on.
+    """
+
+    def __init__(self, message: str, call: Future[Any] | None = None):
+        super().__init__(message)
+        self.call = call
+
+
+class GivenUp:
+    """Calls that were given up on and may still run, each under the name of what it works on.
+
+    A store may carry out such a request at any time, and undo what was done there since.
+    """
+
+    def __init__(self) -> None:
+        self._renew()
+        forks.renew_in_child(self, GivenUp._renew)  # whose calls none of these are
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: dict[str, list[tuple[str, Future[Any]]]] = {}
+
+    def add(self, where: str, what: str, call: Future[Any]) -> None:
+        with self._lock:
+            self._calls.setdefault(where, []).append((what, call))
+
+    def wait(self, where: str, seconds: float) -> list[str]:
+        """Wait until none of a place runs any more; returns what those do that still run after some seconds."""
+        with self._lock:
+            calls = tuple(self._calls.get(where, ()))
+        if not calls:
+            return []
+        running = wait([call for _, call in calls], seconds).not_done
+        with self._lock:
+            left = [(what, call) for what, call in self._calls.pop(where, ()) if not call.done()]
+            if left:
+                self._calls[where] = left
+        return [what for what, call in calls if call in running]
 
 
 def call_within(seconds: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -48,7 +88,7 @@ def call_within(seconds: float, function: Callable[P, T], *args: P.args, **kwarg
     except FutureTimeout:
         if result.done():  # the function itself raised it
             raise
-        raise RequestTimeout(f"no answer within {seconds:.0f} s") from None
+        raise RequestTimeout(f"no answer within {seconds:.0f} s", result) from None
 
 
 def _work(jobs: queue.SimpleQueue[_Job]) -> None:

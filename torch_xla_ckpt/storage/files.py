@@ -6,15 +6,17 @@ to them.
 
 from __future__ import annotations
 
+import errno
 import logging
 import mmap
 import os
+import stat
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, BinaryIO, ClassVar, NamedTuple, Protocol
 
 import xxhash
 
@@ -25,6 +27,14 @@ from torch_xla_ckpt.storage.frame import Bytes
 from torch_xla_ckpt.storage.location import Location
 
 logger = logging.getLogger(__name__)
+
+TRANSIT = (
+    "an answer of %s was wrong (%s). The same request, made a second time, got what was written, so the checkpoint is "
+    "not damaged. If this happens again, check the network and the store"
+)
+"""The warning about bytes that a remote store garbled once; for the URL and what was wrong."""
+
+NOT_A_FILE = "there is a folder, a pipe, a socket or a device in the place of the file"
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,10 @@ class Version:
         return self.digest == other.digest
 
 
+class NotAFile(OSError):
+    """Something that is neither a file nor a folder has the name of a file: a pipe, a socket or a device."""
+
+
 class FileChanged(Exception):
     """A file is no longer the version that was to be replaced."""
 
@@ -115,6 +129,15 @@ class Folder(Protocol):
     def make(self) -> None:
         """Create the folder if it is not there."""
 
+    def settle(self) -> None:
+        """Wait for earlier requests of this process that may still replace or remove the checkpoint here.
+
+        They were given up on, because the store did not answer in time.
+
+        Raises:
+            CheckpointError: they do not end within the time limit of one request.
+        """
+
     def names(self) -> list[str]:
         """All files; none when there is no folder."""
 
@@ -126,8 +149,13 @@ class Folder(Protocol):
 
     def size(self, name: str) -> int: ...
 
-    def missing(self, files: Mapping[str, int]) -> list[str]:
-        """Which of these files, given with their sizes, are not here."""
+    def missing(self, files: Mapping[str, int], listed: Collection[str] | None = None) -> list[str]:
+        """Return which of these files are not here.
+
+        Args:
+            files: names, with sizes in bytes.
+            listed: the names that a listing made just now has, where there was one.
+        """
 
     def read(self, name: str) -> bytes: ...
 
@@ -139,7 +167,15 @@ class Folder(Protocol):
     def put(self, name: str, data: bytes) -> None:
         """Write a small file. A power failure may undo it."""
 
-    def replace(self, name: str, data: bytes, temporary: str, *, expected: Version | None = None) -> None:
+    def replace(
+        self,
+        name: str,
+        data: bytes,
+        temporary: str,
+        *,
+        expected: Version | None = None,
+        look: Callable[[], None] | None = None,
+    ) -> None:
         """Write a whole file in one step: afterwards, and after a crash, it is the old one or the new one.
 
         Args:
@@ -148,6 +184,8 @@ class Folder(Protocol):
             temporary: the file to use on the way where the storage needs one.
             expected: replace the file only if it still is this version. Comparing and replacing is one step on local
                 disks, in S3 and in memory. Elsewhere it is one step only for a file that is not there yet.
+            look: called before the file is replaced, and what it raises is raised. With ``expected`` on a local disk
+                it is part of that one step.
 
         Raises:
             FileChanged: the file is another version.
@@ -173,7 +211,7 @@ class Folder(Protocol):
         """The bytes of each window; shorter where the file ends before.
 
         Raises:
-            FileNotFoundError: naming the file in ``filename``.
+            FileNotFoundError, NotAFile, IsADirectoryError: naming the file in ``filename``.
         """
 
     def forget(self, name: str, start: int, stop: int) -> None:
@@ -235,6 +273,9 @@ class LocalFolder:
         for folder in new:
             self._sync_folder(folder.parent)
 
+    def settle(self) -> None:
+        pass
+
     def names(self) -> list[str]:
         try:
             return os.listdir(self._path)
@@ -244,23 +285,26 @@ class LocalFolder:
     def listing(self) -> dict[str, Entry]:
         found = {}
         for name in self.names():
-            with suppress(FileNotFoundError):
+            with _passing_over_dead_links():
                 status = os.stat(self._path / name)
                 found[name] = Entry(status.st_size, status.st_mtime)
         return found
 
     def folders(self) -> list[str]:
-        try:
-            with os.scandir(self._path) as entries:
-                return [entry.name for entry in entries if entry.is_dir()]
-        except FileNotFoundError:
-            return []
+        found = []
+        with suppress(FileNotFoundError), os.scandir(self._path) as entries:
+            for entry in entries:
+                with _passing_over_dead_links():
+                    if entry.is_dir():
+                        found.append(entry.name)
+        return found
 
     def size(self, name: str) -> int:
         check_inside(name)
-        return os.stat(self._path / name).st_size
+        with _impossible_is_missing(name):
+            return os.stat(self._path / name).st_size
 
-    def missing(self, files: Mapping[str, int]) -> list[str]:
+    def missing(self, files: Mapping[str, int], listed: Collection[str] | None = None) -> list[str]:
         # Not by listing: network file systems list late what other hosts have written.
         return [name for name, size in files.items() if not self._has(name, size)]
 
@@ -271,7 +315,8 @@ class LocalFolder:
             return False
 
     def read(self, name: str) -> bytes:
-        return (self._path / name).read_bytes()
+        with self._opened(name) as file:
+            return file.read()
 
     def version(self, name: str) -> Version:
         try:
@@ -290,7 +335,15 @@ class LocalFolder:
         finally:
             os.close(file)
 
-    def replace(self, name: str, data: bytes, temporary: str, *, expected: Version | None = None) -> None:
+    def replace(
+        self,
+        name: str,
+        data: bytes,
+        temporary: str,
+        *,
+        expected: Version | None = None,
+        look: Callable[[], None] | None = None,
+    ) -> None:
         sink = self.create(temporary)
         try:
             sink.write(data)
@@ -298,6 +351,8 @@ class LocalFolder:
             with nullcontext() if expected is None else locked(self._path):
                 if expected is not None and not self.version(name).is_same(expected):
                     raise FileChanged(name)
+                if look is not None:
+                    look()
                 os.replace(self._path / temporary, self._path / name)
         except BaseException:
             sink.abandon()
@@ -341,11 +396,20 @@ class LocalFolder:
         with self._lock:
             if name not in self._maps:
                 check_inside(name)
-                with open(self._path / name, "rb") as file:
+                with self._opened(name) as file:
                     empty = not os.fstat(file.fileno()).st_size
                     # Copy-on-write: tensors over the map may be written to, which never reaches the file.
                     self._maps[name] = None if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             return self._maps[name]
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[BinaryIO]:
+        """Open a file for reading. What is no file is refused, and never waited for."""
+        path = self._path / name
+        with _impossible_is_missing(name), open(path, "rb", opener=_open_at_once) as file:  # which refuses folders
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise NotAFile(errno.EINVAL, "this is a pipe, a socket or a device, and not a file", str(path))
+            yield file
 
     def _sync_folder(self, path: Path) -> None:
         if self._sync:
@@ -354,6 +418,35 @@ class LocalFolder:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+@contextmanager
+def _passing_over_dead_links() -> Iterator[None]:
+    """Pass over an entry of a folder that leads nowhere: a link to nothing, to itself, or to where nobody may go."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EACCES):
+            raise
+
+
+@contextmanager
+def _impossible_is_missing(name: str) -> Iterator[None]:
+    """Say that a file is missing if its name is one that the file system cannot have, or leads to a link to itself."""
+    try:
+        yield
+    except UnicodeEncodeError as error:
+        raise FileNotFoundError(errno.ENOENT, "no file can have this name", name) from error
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise FileNotFoundError(errno.ENOENT, "no file can have this name", name) from error
+        if error.errno == errno.ENXIO:  # a socket, or a device that is not there
+            raise NotAFile(error.errno, "this is a socket or a device, and not a file", name) from error
+        raise
 
 
 class _LocalSink:

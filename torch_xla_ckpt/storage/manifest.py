@@ -33,6 +33,7 @@ BLOCK = 4 << 20
 TINY = 4 << 10
 """Items this small, in bytes, one thread handles on local disks: several would only fight over Python's lock."""
 
+_MAX_DEPTH = 400  # levels of ``user_metadata``, as of a state dict: a JSON reader gives up somewhere below 1000
 _FORMAT = "torch_xla_ckpt manifest"
 _VERSION = 1
 _SEAL = re.compile(rb'\n"xxh3_64": "([0-9a-f]{16})"}')
@@ -82,6 +83,30 @@ def foreign(place: Any) -> Stored:
     """Where stock DCP says that an item lies."""
     extensions = getattr(place, "transform_descriptors", None)
     return Stored(place.relative_path, place.offset, place.length, transform_descriptors=extensions)
+
+
+def check_user_metadata(value: Any) -> None:
+    """Show that a manifest can hold what the caller wants to have in it, and that it can be read again.
+
+    Raises:
+        TypeError, ValueError: it is no JSON, or has too many levels.
+    """
+    level, depth = [value], 0
+    try:
+        json.dumps(value, allow_nan=False)
+        while level and depth <= _MAX_DEPTH:
+            level = [part for one in level for part in _parts(one)]
+            depth += bool(level)
+    except RecursionError:
+        depth = _MAX_DEPTH + 1
+    if depth > _MAX_DEPTH:
+        raise ValueError(
+            f"user_metadata is nested more than {_MAX_DEPTH} levels deep, and could not be read again. Flatten it"
+        )
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
 
 
 def padded(length: int) -> int:

@@ -157,6 +157,9 @@ def _storage(_: Any) -> Any:
     raise Refused("it refers to something outside of itself")
 
 
+_MOST = 1 << 63  # no file has more bytes
+
+
 def _is_plausible(metadata: Any) -> bool:
     """Whether the parts of metadata have the types that everything else relies on."""
     if not (isinstance(metadata, Metadata) and isinstance(metadata.state_dict_metadata, dict)):
@@ -192,7 +195,8 @@ def _is_plausible(metadata: Any) -> bool:
                 and type(place.relative_path) is str
                 and type(place.offset) is int
                 and type(place.length) is int
-                and place.offset >= 0 <= place.length
+                and 0 <= place.offset < _MOST
+                and 0 <= place.length < _MOST
                 for index, place in stored.items()
             )
         )

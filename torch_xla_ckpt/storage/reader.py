@@ -8,6 +8,7 @@ their devices while further bytes arrive.
 from __future__ import annotations
 
 import io
+import logging
 import math
 import os
 import threading
@@ -35,11 +36,13 @@ from torch_xla_ckpt.errors import (
 from torch_xla_ckpt.serialization import restricted
 from torch_xla_ckpt.serialization.machine import Refused
 from torch_xla_ckpt.storage.commit import Committed, committed, metadata_name, version_of
-from torch_xla_ckpt.storage.files import Folder, Window, open_folder
+from torch_xla_ckpt.storage.files import NOT_A_FILE, TRANSIT, Folder, NotAFile, Window, open_folder
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike
 from torch_xla_ckpt.storage.manifest import BLOCK, TINY, Manifest, Stored, checksum, foreign
 from torch_xla_ckpt.storage.progress import Progress
 from torch_xla_ckpt.storage.ranges import MAX_GAP, Range, blocks_of, merged, ranges_of
+
+logger = logging.getLogger(__name__)
 
 # Items are read together until they have this many bytes,
 _JOB_BYTES = 32 << 20
@@ -492,15 +495,20 @@ class _Reading:
         pieces = [piece for _, piece in job.pieces]
         ranges = [piece.ranges(self._verify) for piece in pieces]
         windows, numbers = _windows(pieces, ranges)
-        try:
-            views = self._folder.view(windows)
-        except FileNotFoundError as error:
-            raise self._missing(str(error.filename), pieces) from error
-        job.bytes_read = sum(stop - start for window in windows for start, stop in window.parts)
+        views = self._views(windows, pieces, job)
+        doubted: set[int] = set()  # numbers of windows that were read a second time
         ready: list[_Ready] = []
         for piece, wanted, number in zip(pieces, ranges, numbers):
             if wanted:
-                self._check(piece, wanted, windows[number], views[number])
+                damage = self._damage(piece, wanted, windows[number], views[number])
+                if damage is not None and self._folder.remote and number not in doubted:
+                    doubted.add(number)
+                    (views[number],) = self._views([windows[number]], pieces, job)
+                    first, damage = damage, self._damage(piece, wanted, windows[number], views[number])
+                    if damage is None:
+                        logger.warning(TRANSIT, self._folder.url, first)
+                if damage is not None:
+                    raise _corrupt(damage)
                 ready += self._fill(piece, windows[number].start, views[number])
             elif piece.saved is None:  # an object of no bytes
                 ready += [_Ready(read, io.BytesIO()) for read in piece.reads]
@@ -508,24 +516,31 @@ class _Reading:
                 ready += [_Ready(read, self._resolve(read)) for read in piece.reads]
         return ready
 
-    def _check(self, piece: _Piece, wanted: Sequence[Range], window: Window, view: memoryview) -> None:
-        """Verify the bytes of a piece.
+    def _views(self, windows: Sequence[Window], pieces: Sequence[_Piece], job: _Job) -> list[memoryview]:
+        try:
+            views = self._folder.view(windows)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise self._absent(str(error.filename), pieces, "the file is missing") from error
+        except (NotAFile, IsADirectoryError) as error:
+            raise self._absent(str(error.filename), pieces, NOT_A_FILE) from error
+        job.bytes_read += sum(stop - start for window in windows for start, stop in window.parts)
+        return views
 
-        Raises:
-            CorruptCheckpointError: they are not what was written.
-        """
+    def _damage(self, piece: _Piece, wanted: Sequence[Range], window: Window, view: memoryview) -> Damage | None:
+        """Compare the bytes of a piece with their checksums; returns those that are not what was written."""
         stored = piece.stored
         end = window.start + len(view)
         if wanted[-1][1] > end:
-            raise _corrupt(Damage(stored.relative_path, end, wanted[-1][1], (piece.key,), "the file ends before"))
+            return Damage(stored.relative_path, end, wanted[-1][1], (piece.key,), "the file ends before")
         if not self._verify or stored.checksums is None:
-            return
+            return None
         relative = [(start - stored.offset, stop - stored.offset) for start, stop in wanted]
         for number in blocks_of(relative, BLOCK):
             start, stop, expected = stored.block(number)
             if checksum(view[start - window.start : stop - window.start]) != expected:
                 what = "the bytes do not fit their checksum"
-                raise _corrupt(Damage(stored.relative_path, start, stop, (piece.key,), what))
+                return Damage(stored.relative_path, start, stop, (piece.key,), what)
+        return None
 
     def _fill(self, piece: _Piece, start: int, view: memoryview) -> Iterator[_Ready]:
         """Give what was read to the planner's buffers. ``view`` holds the file's bytes from ``start`` on."""
@@ -591,12 +606,12 @@ class _Reading:
             )
         return target
 
-    def _missing(self, name: str, pieces: Sequence[_Piece]) -> CorruptCheckpointError:
+    def _absent(self, name: str, pieces: Sequence[_Piece], what: str) -> CorruptCheckpointError:
         name = os.path.basename(name)
         here = [piece for piece in pieces if os.path.basename(piece.stored.relative_path) == name]
         stop = max((piece.stored.offset + piece.stored.extent for piece in here), default=0)
         keys = tuple(dict.fromkeys(piece.key for piece in here))
-        return _corrupt(Damage(name, 0, stop, keys, "the file is missing"))
+        return _corrupt(Damage(name, 0, stop, keys, what))
 
 
 class _Chunk:

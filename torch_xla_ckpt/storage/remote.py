@@ -9,8 +9,8 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import datetime
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -19,10 +19,12 @@ import numpy as np
 from fsspec.asyn import sync
 
 from torch_xla_ckpt import forks
-from torch_xla_ckpt.storage.deadline import RequestTimeout, call_within
+from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.storage.deadline import GivenUp, RequestTimeout, call_within
 from torch_xla_ckpt.storage.files import Entry, FileChanged, Version, Window, check_inside
 from torch_xla_ckpt.storage.frame import Bytes
 from torch_xla_ckpt.storage.location import Location
+from torch_xla_ckpt.storage.metadata import METADATA
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,9 @@ _ATTEMPTS = 3
 _DELETE_AT_ONCE = 1000
 # Stores whose backend can create an object only if there is none (fsspec's mode="create").
 _CAN_CREATE = frozenset(("abfs", "abfss", "az", "gcs", "gs"))
+
+# Requests to put or remove ``.metadata`` without a condition, by the identity of the folder.
+_given_up = GivenUp()
 
 # fsspec's memory filesystem lies in this process, so a lock is all that a comparison and a swap need.
 _memory_lock = threading.Lock()
@@ -65,6 +70,17 @@ class RemoteFolder:
         if not self._location.is_object_store:
             self._call("make", 0, self._fs.makedirs, self._path, exist_ok=True)
 
+    def settle(self) -> None:
+        limit = self._location.request_timeout
+        running = _given_up.wait(self._location.identity, limit)
+        if running:
+            raise CheckpointError(
+                f"nothing was saved to {self.url}: an earlier request of this program to {running[0]} got no answer, "
+                f"and still runs after another {limit:.0f} s. If the store carries it out later, it destroys what was "
+                "saved there in the meantime. Check the network and the store, and save again when the request has "
+                "ended; or save to another path"
+            )
+
     def names(self) -> list[str]:
         return list(self.listing())
 
@@ -83,9 +99,9 @@ class RemoteFolder:
         self._forget_listing()
         return int(self._call(f"look at {name}", 0, self._fs.info, self._full(name))["size"])
 
-    def missing(self, files: Mapping[str, int]) -> list[str]:
+    def missing(self, files: Mapping[str, int], listed: Collection[str] | None = None) -> list[str]:
         # One request for all of them. What a listing that lags behind does not show is asked for by name.
-        listed = self.listing()
+        listed = self.listing() if listed is None else listed
         return sorted(name for name in files if name not in listed and not self._is_there(name))
 
     def read(self, name: str) -> bytes:
@@ -103,9 +119,19 @@ class RemoteFolder:
     def put(self, name: str, data: bytes) -> None:
         self._call(f"write {name}", len(data), self._fs.pipe_file, self._full(name), data)
 
-    def replace(self, name: str, data: bytes, temporary: str, *, expected: Version | None = None) -> None:
+    def replace(
+        self,
+        name: str,
+        data: bytes,
+        temporary: str,
+        *,
+        expected: Version | None = None,
+        look: Callable[[], None] | None = None,
+    ) -> None:
+        if look is not None:
+            look()
         if expected is None:
-            self.put(name, data)
+            self._put_lastingly(name, data)
         elif hasattr(self._fs, "call_s3"):
             self._replace_s3(name, data, expected)
         elif "memory" in self._protocols():
@@ -136,13 +162,16 @@ class RemoteFolder:
         if not paths:
             return
         if hasattr(self._fs, "call_s3"):
-            for start in range(0, len(paths), _DELETE_AT_ONCE):
-                self._remove_s3(paths[start : start + _DELETE_AT_ONCE])
+            what = f"remove {paths[0]}"
+            with self._remembered(what) if any(path.endswith(METADATA) for path in paths) else nullcontext():
+                for start in range(0, len(paths), _DELETE_AT_ONCE):
+                    self._remove_s3(paths[start : start + _DELETE_AT_ONCE])
             return
         failed: list[tuple[str, Exception]] = []
         for path in paths:
             try:
-                self._call(f"remove {path}", 0, self._fs.rm_file, path)
+                with self._remembered(f"remove {path}") if path.endswith(METADATA) else nullcontext():
+                    self._call(f"remove {path}", 0, self._fs.rm_file, path)
             except FileNotFoundError:
                 pass
             except Exception as error:
@@ -204,7 +233,8 @@ class RemoteFolder:
         except RequestTimeout as error:
             raise RequestTimeout(
                 f"{self.url}: the request to {what} got {error}. Check the network and the store; raise "
-                "request_timeout= if the store is only slow"
+                "request_timeout= if the store is only slow",
+                error.call,
             ) from None
 
     def _get(self, requests: Sequence[_Request]) -> list[bytes]:
@@ -266,7 +296,21 @@ class RemoteFolder:
     def _compare_and_put(self, name: str, data: bytes, expected: Version) -> None:
         if not self.version(name).is_same(expected):
             raise FileChanged(name)
-        self.put(name, data)
+        self._put_lastingly(name, data)
+
+    def _put_lastingly(self, name: str, data: bytes) -> None:
+        with self._remembered(f"write {name}"):
+            self.put(name, data)
+
+    @contextmanager
+    def _remembered(self, what: str) -> Iterator[None]:
+        """Remember a request that is given up on, so that the next save here waits for its end."""
+        try:
+            yield
+        except RequestTimeout as error:
+            if error.call is not None:
+                _given_up.add(self._location.identity, what, error.call)
+            raise
 
     def _call_s3(self, operation: str, **arguments: Any) -> Any:
         return self._call(operation, 0, self._fs.call_s3, operation, **arguments)
@@ -333,6 +377,10 @@ class RemoteFolder:
         self._fs.invalidate_cache(self._path)
 
     def _full(self, name: str) -> str:
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise FileNotFoundError(errno.ENOENT, "no file can have this name", name) from error
         return f"{self._path}/{name}"
 
 

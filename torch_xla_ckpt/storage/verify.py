@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections import defaultdict
@@ -17,12 +18,14 @@ from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, Damag
 from torch_xla_ckpt.layout import Box, covers_exactly, find_flaws
 from torch_xla_ckpt.serialization.archive import Archive, ArchiveError
 from torch_xla_ckpt.storage.commit import Committed, committed, version_of
-from torch_xla_ckpt.storage.files import Folder, Window, open_folder
+from torch_xla_ckpt.storage.files import NOT_A_FILE, TRANSIT, Folder, NotAFile, Window, open_folder
 from torch_xla_ckpt.storage.location import Location
 from torch_xla_ckpt.storage.manifest import Stored, checksum, foreign
 from torch_xla_ckpt.storage.metadata import METADATA
 from torch_xla_ckpt.storage.progress import Progress
 from torch_xla_ckpt.storage.ranges import MAX_GAP
+
+logger = logging.getLogger(__name__)
 
 _READ_BYTES = 32 << 20
 _RESTARTS = 10  # for a checkpoint that is replaced meanwhile
@@ -95,22 +98,35 @@ def verify(
         progress: show a progress bar on a terminal when it takes long. Needs tqdm.
 
     Raises:
-        CheckpointError: there is no checkpoint.
+        CheckpointError: there is no checkpoint, or the storage does not give access to all of it.
         UnsafeObjectError: ``.metadata`` names something that could run code.
     """
     folder = open_folder(Location.of(path, storage_options))
     for _ in range(_RESTARTS):
-        ranks = _ranks(folder)
-        before = [version_of(folder, rank) for rank in ranks]
-        report = _joined(folder, [_verify(folder, rank, progress) for rank in ranks])
-        folder.release()
-        # Only a checkpoint that is still there is damaged: a newer save removes the files of the one before it.
-        if report.ok or before == [version_of(folder, rank) for rank in ranks]:
+        try:
+            report = _report(folder, progress)
+        except FileNotFoundError:
+            continue  # it was removed or replaced since its metadata was first seen
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise _not_read(folder, f"{METADATA} or the manifest", error) from error
+        if report is not None:
             return report
     raise ReplacedCheckpointError(
         f"the checkpoint in {folder.url} was replaced {_RESTARTS} times while it was verified. Verify it while nothing "
         "is saved there"
     )
+
+
+def _report(folder: Folder, progress: bool) -> VerifyReport | None:
+    """What is damaged; None if the checkpoint was replaced meanwhile."""
+    ranks = _ranks(folder)
+    before = [version_of(folder, rank) for rank in ranks]
+    report = _joined(folder, [_verify(folder, rank, progress) for rank in ranks])
+    folder.release()
+    # Only a checkpoint that is still there is damaged: a newer save removes the files of the one before it.
+    return report if report.ok or before == [version_of(folder, rank) for rank in ranks] else None
 
 
 def _ranks(folder: Folder) -> list[int | None]:
@@ -234,13 +250,19 @@ def _check_file(
         return _check_spans(folder, name, items, actual, found, bar)
     except FileNotFoundError:
         return _Checked([Damage(name, 0, end, keys, "the file is missing")], 0, [])
-    except (IsADirectoryError, NotADirectoryError):
-        return _Checked([Damage(name, 0, end, keys, "there is a folder in the place of the file")], 0, [])
-    except (OSError, MemoryError, OverflowError) as error:
-        raise CheckpointError(
-            f"cannot verify {folder.url}: reading {name} failed ({type(error).__name__}: {error}). This says nothing "
-            "about the checkpoint; try again"
-        ) from error
+    except (NotAFile, IsADirectoryError, NotADirectoryError):
+        return _Checked([Damage(name, 0, end, keys, NOT_A_FILE)], 0, [])
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise _not_read(folder, name, error) from error
+
+
+def _not_read(folder: Folder, what: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"cannot verify {folder.url}: reading {what} failed ({type(error).__name__}: {error}). This says nothing about "
+        "the checkpoint. Check the access rights, the network and the store, and try again"
+    )
 
 
 def _check_spans(
@@ -251,17 +273,31 @@ def _check_spans(
     for window, group in _windows(name, spans, actual):
         # An object store answers with an error when all that is asked for lies behind the object's end.
         (view,) = folder.view([window]) if window.start < actual else [memoryview(b"")]
-        for span in group:
-            problem, unchecked = span.check(view[span.start - window.start : span.stop - window.start])
-            if problem is not None:
-                found.damages.append(Damage(name, span.start, span.stop, (span.key,), problem))
-            if unchecked:
-                found.unchecked.append((span.key, unchecked))
+        checked = _checked(name, window, group, view)
+        if checked.damages and folder.remote and window.start < actual:
+            (view,) = folder.view([window])
+            first, checked = checked.damages[0], _checked(name, window, group, view)
+            if not checked.damages:
+                logger.warning(TRANSIT, folder.url, first)
+        found.damages.extend(checked.damages)
+        found.unchecked.extend(checked.unchecked)
         read += len(view)
         bar.advance(sum(span.stop - span.start for span in group))
         del view
         folder.forget(name, window.start, window.stop)
     return found._replace(bytes_read=read)
+
+
+def _checked(name: str, window: Window, spans: Sequence[_Span], view: memoryview) -> _Checked:
+    """Check the spans in a window of a file."""
+    found = _Checked([], len(view), [])
+    for span in spans:
+        problem, unchecked = span.check(view[span.start - window.start : span.stop - window.start])
+        if problem is not None:
+            found.damages.append(Damage(name, span.start, span.stop, (span.key,), problem))
+        if unchecked:
+            found.unchecked.append((span.key, unchecked))
+    return found
 
 
 def _spans(key: str, item: Stored) -> Iterator[_Span]:

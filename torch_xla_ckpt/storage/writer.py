@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import io
-import json
 import operator
 import os
 import platform
@@ -37,7 +36,7 @@ from torch_xla_ckpt.storage.files import Folder, Sink, open_folder
 from torch_xla_ckpt.storage.frame import Bytes, item_of
 from torch_xla_ckpt.storage.lease import Holder
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike
-from torch_xla_ckpt.storage.manifest import BLOCK, TINY, Manifest, Stored, checksum, padded
+from torch_xla_ckpt.storage.manifest import BLOCK, TINY, Manifest, Stored, check_user_metadata, checksum, padded
 from torch_xla_ckpt.storage.metadata import pickled_metadata
 from torch_xla_ckpt.storage.progress import Progress
 from torch_xla_ckpt.timeline import Timeline
@@ -90,7 +89,7 @@ class ShardWriter(StorageWriter):
         threads: how many threads write, each into a file. Default: one for each core up to 8; 8 for URLs. Small items
             in local folders go into one more file, from the calling thread.
         step: the training step, for the manifest.
-        user_metadata: anything that is JSON, for the manifest.
+        user_metadata: anything that is JSON, up to 400 levels deep, for the manifest.
         storage_options: for fsspec's filesystem.
         request_timeout: seconds that a remote store may take for one request, plus one for every MiB in it.
         progress: show a progress bar on a terminal when it takes long. Needs tqdm.
@@ -120,7 +119,7 @@ class ShardWriter(StorageWriter):
         super().__init__()
         if memory_budget <= 0 or (threads is not None and threads <= 0):
             raise ValueError("memory_budget and threads must be positive")
-        json.dumps(user_metadata, allow_nan=False)  # raises now what would otherwise fail a save
+        check_user_metadata(user_metadata)  # raises now what would otherwise fail a save
         self._sync = sync
         self._memory_budget = memory_budget
         self._threads = threads
@@ -227,9 +226,6 @@ class ShardWriter(StorageWriter):
         start: commit.Start,
     ) -> None:
         _require_all(finished)
-        # A remote store that has confirmed a put of this process has the object.
-        if self._processes > 1 or not self._folder.remote:
-            self._require_files(files, start)
         manifest = Manifest(
             save_id=self._save_id,
             time=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -242,22 +238,6 @@ class ShardWriter(StorageWriter):
         )
         pickled = pickled_metadata(replace(finished, storage_data=places))
         commit.publish(self._folder, manifest, pickled, self._own_rank, start=start)
-
-    def _require_files(self, files: Mapping[str, int], start: commit.Start) -> None:
-        """Show that the coordinator sees what the other processes have written.
-
-        Raises:
-            ConcurrentSaveError: another program has saved here since, and may have removed files.
-            CheckpointError: it does not, so nobody could load it.
-        """
-        missing = self._folder.missing(files)
-        if missing:
-            commit.require_unchanged(self._folder, start, self._own_rank)
-            raise CheckpointError(
-                f"the checkpoint was not committed: {', '.join(missing[:5])} cannot be seen whole in "
-                f"{self._folder.url} from the coordinator. All processes must write to one shared folder; if this is "
-                "one, its file system shows new files late"
-            )
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.location.url, save_id=self._save_id)
