@@ -344,9 +344,41 @@ def a_rank_never_opens(rank, world, folder):
     _said(rank)
 
 
+def a_rank_never_makes_a_manager(rank, world, folder):
+    path = f"{folder}/unmade"
+    if rank == 1:
+        return _absent(folder, world)
+    with raises("rank 1 did not come", "opening", path):
+        manager(path, timeout=SHORT)
+    _said(rank)
+
+
+def a_rank_never_saves_in_the_background(rank, world, folder):
+    path = f"{folder}/behind"
+    saving = manager(path, timeout=SHORT)
+    if rank == 1:
+        return _absent(folder, world)
+    with raises("rank 1 did not come", "beginning an async save to", f"{path}/1"):
+        saving.save_async(1, state(1), force=True)
+    _said(rank)
+
+
+def a_rank_never_calls_a_stager(rank, world, folder):
+    path = f"{folder}/unstaged"
+    if rank == 1:
+        return _absent(folder, world)
+    with xc.SPMDStager(timeout=SHORT) as stager, raises("rank 1 did not come", "beginning an async save to", path):
+        xc.async_save(state(1), path, stager=stager)
+    _said(rank)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
-    "scenario", [a_rank_never_saves, a_rank_never_decides, a_rank_never_restores, a_rank_never_opens]
+    "scenario",
+    [
+        *(a_rank_never_saves, a_rank_never_decides, a_rank_never_restores, a_rank_never_opens),
+        *(a_rank_never_makes_a_manager, a_rank_never_saves_in_the_background, a_rank_never_calls_a_stager),
+    ],
 )
 def test_a_rank_that_never_comes_is_named_with_the_path_and_the_operation(tmp_path, scenario, world):
     run(scenario, tmp_path, world)

@@ -18,7 +18,7 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 
-from torch_xla_ckpt import _dcp, api, forks
+from torch_xla_ckpt import api, forks
 from torch_xla_ckpt.coordination import Processes
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.manager import keep as keeping
@@ -130,7 +130,9 @@ class CheckpointManager:
         self._closing = threading.Event()
         self._under_way = UnderWay()
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1
-        self._group = _dcp.new_group(process_group, timeout) if several else None
+        self._group: dist.ProcessGroup | None = None
+        if several:
+            self._group = Processes(process_group).new_group(timeout, f"opening {self.base_path}")
         self._processes = Processes(self._group, alone=not several)
         self._sweeps = Sweeps(self._processes)
         self._steps = Steps(location, self._sweeps.known_retired, self._closing)
