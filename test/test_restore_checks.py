@@ -231,6 +231,20 @@ def test_a_custom_optimizer_comes_back_without_being_tried_out(tmp_path, without
     assert same(other.state_dict(), optimizer.state_dict())
 
 
+def test_a_lazy_module_is_refused_by_name_and_nothing_is_changed(tmp_path, without_xla):
+    first = torch.nn.Linear(2, 3)
+    lazy = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LazyLinear(3))
+    xc.save({"model": torch.nn.Sequential(first, torch.nn.Linear(3, 3)).state_dict()}, tmp_path)
+    before = copy.deepcopy(lazy[0].state_dict())
+    for load in (lambda: xc.restore(tmp_path, model=lazy), lambda: xc.load({"model": lazy.state_dict()}, tmp_path)):
+        with pytest.raises(xc.CheckpointError, match=r"'model\.1\.weight', 'model\.1\.bias': .* Run one forward pass"):
+            load()
+        assert same(lazy[0].state_dict(), before)
+    lazy(torch.ones(1, 2))
+    xc.restore(tmp_path, model=lazy)
+    assert torch.equal(lazy[0].weight, first.weight)
+
+
 def failing_state(path):
     return {"extra": torch.zeros(5)}
 
