@@ -199,6 +199,30 @@ def test_every_dtype(tmp_path, mode, part_bytes):
     assert agree(loaded(tmp_path / "c"), hosts)
 
 
+def test_a_dtype_that_torch_cannot_copy_is_saved(tmp_path):
+    host = torch.arange(24, dtype=torch.uint8).view(4, 6).T.view(torch.float4_e2m1fn_x2)
+    for reuse in (True, False):
+        with xc.SPMDStager("host", reuse_buffers=reuse) as stager:
+            saving = xc.async_save({"t": host}, tmp_path / str(reuse), stager=stager)
+            saving.result(60)
+        target = {"t": torch.zeros(6, 4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}
+        xc.load(target, tmp_path / str(reuse))
+        assert torch.equal(target["t"].view(torch.uint8), host.view(torch.uint8))
+
+
+@pytest.mark.parametrize("mode", [*MODES, None])
+def test_a_dtype_that_torch_cannot_pickle_is_refused_by_key(tmp_path, mode):
+    tensors = [torch.empty(6, dtype=dtype) for dtype in (torch.uint2, torch.int4, torch.uint7)]
+    tensors.append(torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8))
+    for tensor in tensors:
+        with pytest.raises(xc.CheckpointError, match=rf"'layer\.w': torch cannot pickle tensors of {tensor.dtype}"):
+            if mode is None:
+                xc.save({"layer": {"w": tensor}}, tmp_path)
+            else:
+                with xc.SPMDStager(mode) as stager:
+                    xc.async_save({"layer": {"w": tensor}}, tmp_path, stager=stager)
+
+
 @st.composite
 def layouts(draw):
     """A shape, a mesh, and a spec that fits them."""

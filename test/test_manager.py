@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import threading
+import time
 import warnings
 
 import numpy as np
@@ -124,7 +125,9 @@ def test_random_generators_of_a_run_that_has_none_stay(tmp_path, caplog):
     expected = torch.get_rng_state()
     with xc.CheckpointManager(tmp_path, 1, rng=True) as manager:
         assert manager.restore_latest(state(1)) == 0
-    assert torch.equal(torch.get_rng_state(), expected) and "has no random generators" in caplog.text
+    assert torch.equal(torch.get_rng_state(), expected)
+    assert "rng_of_processes: the checkpoint has no state of single ranks" in caplog.text
+    assert "Rank 0 keeps what it has" in caplog.text
 
 
 def test_metrics_metadata_and_history(tmp_path):
@@ -334,20 +337,18 @@ def test_a_target_that_does_not_fit_is_no_damage(tmp_path):
         assert manager.all_steps() == [1, 2]
 
 
-def test_what_the_manager_did_not_write_is_reported_once_and_never_touched(tmp_path, caplog):
+def test_what_is_no_checkpoint_is_reported_once_and_never_touched(tmp_path, caplog):
     for name in ("5", "6", "007", "logs", "8"):
         (tmp_path / name).mkdir()
     (tmp_path / "5" / "notes.txt").write_text("mine")
-    dcp.save(state(6), checkpoint_id=tmp_path / "6", no_dist=True)
+    (tmp_path / "6" / ".metadata").write_text("title: mine")
     (tmp_path / "7").write_text("a file")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with xc.CheckpointManager(tmp_path, 1, max_to_keep=1) as manager:
         fill(manager, 10, 11)
         assert manager.all_steps() == manager.all_steps() == [11] and manager.latest_step() == 11
-        assert (
-            sum(f"{tmp_path / '6'} was not written by a checkpoint manager" in r.getMessage() for r in caplog.records)
-            == 1
-        )
+        said = [record.getMessage() for record in caplog.records if "not a checkpoint's" in record.getMessage()]
+        assert len(said) == 1 and str(tmp_path / "6") in said[0]
         fill(manager, 12)
     assert all(path.read_bytes() == content for path, content in before.items())
     assert (tmp_path / "007").exists() and (tmp_path / "logs").exists()
@@ -388,6 +389,32 @@ def test_the_plan_says_why_and_deletes_nothing(tmp_path):
     assert deleted[2] == "no policy wants it, and step 7 is newer"  # before the save, by the policy of now
     assert deleted[7] == "no policy wants it, and step 8 is newer"
     manager.close()
+
+
+def test_checkpoints_that_no_manager_wrote_are_steps_and_are_never_deleted(tmp_path, caplog):
+    xc.save(state(3), tmp_path / "3", step=3, user_metadata={"metrics": {"loss": 0}})
+    dcp.save(state(4), checkpoint_id=tmp_path / "4", no_dist=True)
+    xc.save(state(2024), tmp_path / "2024")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with xc.CheckpointManager(tmp_path, 1, max_to_keep=1) as manager:
+        assert manager.all_steps() == [3, 4, 2024] and manager.restore_latest(state(0)) == 2024
+        target = state(0)
+        manager.restore(4, target)
+        assert target["n"] == 4
+        fill(manager, 10)
+        assert [(one.step, one.kept) for one in manager.plan_retention()] == [
+            *((step, True) for step in (3, 4)),
+            *((10, False), (2024, True)),  # which takes the place of the latest
+        ]
+        fill(manager, 3000, 3001)
+        assert manager.all_steps() == [3, 4, 2024, 3001]
+        reasons = {one.step: one.reason for one in manager.plan_retention()}
+    assert reasons[3] == "no policy wants it, but no CheckpointManager wrote it, so it is yours to delete"
+    assert reasons[3] == reasons[4] == reasons[2024] and reasons[3001] == "one of the latest 1"
+    assert all(path.read_bytes() == content for path, content in before.items())
+    said = [r.getMessage() for r in caplog.records if "no policy wants the steps" in r.getMessage()]
+    assert [text.split(" of ")[0].split(" steps ")[1] for text in said] == ["3, 4", "2024"]
+    assert all("delete their folders yourself" in text and str(tmp_path) in text for text in said)
 
 
 def test_the_last_step_stays_whatever_the_policy_says(tmp_path):
@@ -511,13 +538,14 @@ def test_policies_decide_when_to_save(tmp_path):
     with xc.CheckpointManager(tmp_path, when=policy) as manager:  # not the first any more
         assert [step for step in range(11, 15) if manager.save(step, state(step))] == []
         assert manager.save(15, state(15), force=True)
+    last, step, count = time.monotonic(), 0, 0
     with xc.CheckpointManager(tmp_path / "t", when=xc.when.Every(seconds=0.05)) as manager:
-        steps = []
-        for step in range(8):
-            threading.Event().wait(0.02)
+        while count < 3:
+            begins = time.monotonic()
             if manager.save(step, state(step)):
-                steps.append(step)
-        assert 1 <= len(steps) <= 4
+                assert time.monotonic() - last >= 0.05  # since the last save began, or since the manager did
+                last, count = begins, count + 1
+            step += 1
 
 
 @pytest.mark.parametrize("kind", ["run", "checkpoint"])

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import re
+import shutil
 import traceback
 from datetime import timedelta
 
@@ -286,6 +287,54 @@ def test_a_bucket_without_the_permission_to_delete_starts_on_all_ranks(tmp_path)
             run(a_manager_without_the_permission_to_delete, tmp_path, 2, server.options)
 
 
+# Who is elsewhere.
+
+
+def ranks_save_other_steps(rank, world, folder):
+    path = f"{folder}/steps"
+    parts = {**state(1), f"part{rank}": torch.ones(1000)}  # so that each rank has something to write
+    told = f"rank 0 saves to {path}/1, rank 1 to {path}/2", "pass the same path on all ranks"
+    with manager(path) as saving:
+        with raises("was not committed", *told):
+            saving.save(1 + rank, parts, force=True)
+        saving.save_async(1 + rank, parts, force=True)
+        with raises("was not committed", *told):
+            saving.wait()
+        saving.save(5, parts, force=True)
+        assert saving.all_steps() == [5]
+    with raises("was not committed", f"rank 0 saves to {path}/0, rank 1 to {path}/1"):
+        xc.save(parts, f"{path}/{rank}")
+
+
+def ranks_load_from_other_paths(rank, world, folder):
+    for name in ("a", "b"):
+        xc.save(state(1), f"{folder}/{name}")
+    if rank == 0:
+        shutil.copytree(f"{folder}/a", f"{folder}/copy")  # as if one storage were mounted at two paths
+    dist.barrier()
+    told = f"rank 0 loads from {folder}/a, rank 1 from {folder}/"
+    with raises("the processes have found different ones", f"{told}b", "pass the same path on all ranks"):
+        xc.load(state(0), f"{folder}/{'ab'[rank]}")
+    said = []
+    logger = logging.getLogger("torch_xla_ckpt.storage.reader")
+    logger.setLevel(logging.WARNING)
+    logger.addFilter(lambda record: said.append(record.getMessage()))
+    target = state(0)
+    xc.load(target, f"{folder}/{('a', 'copy')[rank]}")
+    assert target["n"] == 1
+    assert len(said) == (rank == 0) and all(f"{told}copy" in text for text in said), said
+
+
+def ranks_open_other_paths(rank, world, folder):
+    with raises("ranks 1 do not see", f"rank 0 looks in {folder}/run0, rank 1 in {folder}/run1"):
+        manager(f"{folder}/run{rank}")
+
+
+@pytest.mark.parametrize("scenario", [ranks_save_other_steps, ranks_load_from_other_paths, ranks_open_other_paths])
+def test_ranks_that_use_different_paths_are_told_which(tmp_path, scenario):
+    run(scenario, tmp_path)
+
+
 # Who is missing.
 
 
@@ -344,9 +393,41 @@ def a_rank_never_opens(rank, world, folder):
     _said(rank)
 
 
+def a_rank_never_makes_a_manager(rank, world, folder):
+    path = f"{folder}/unmade"
+    if rank == 1:
+        return _absent(folder, world)
+    with raises("rank 1 did not come", "opening", path):
+        manager(path, timeout=SHORT)
+    _said(rank)
+
+
+def a_rank_never_saves_in_the_background(rank, world, folder):
+    path = f"{folder}/behind"
+    saving = manager(path, timeout=SHORT)
+    if rank == 1:
+        return _absent(folder, world)
+    with raises("rank 1 did not come", "beginning an async save to", f"{path}/1"):
+        saving.save_async(1, state(1), force=True)
+    _said(rank)
+
+
+def a_rank_never_calls_a_stager(rank, world, folder):
+    path = f"{folder}/unstaged"
+    if rank == 1:
+        return _absent(folder, world)
+    with xc.SPMDStager(timeout=SHORT) as stager, raises("rank 1 did not come", "beginning an async save to", path):
+        xc.async_save(state(1), path, stager=stager)
+    _said(rank)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
-    "scenario", [a_rank_never_saves, a_rank_never_decides, a_rank_never_restores, a_rank_never_opens]
+    "scenario",
+    [
+        *(a_rank_never_saves, a_rank_never_decides, a_rank_never_restores, a_rank_never_opens),
+        *(a_rank_never_makes_a_manager, a_rank_never_saves_in_the_background, a_rank_never_calls_a_stager),
+    ],
 )
 def test_a_rank_that_never_comes_is_named_with_the_path_and_the_operation(tmp_path, scenario, world):
     run(scenario, tmp_path, world)

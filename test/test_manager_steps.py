@@ -412,7 +412,9 @@ def test_numbers_are_numbers(tmp_path):
         b"\xff\xfe",
         b'{"event":"saved"}',
         b'{"event":"saved","step":"x"',
+        b"[" * 200_000,
     ],
+    ids=lambda line: repr(line[:20]),
 )
 def test_lines_that_are_no_record_are_left_out_of_the_history(tmp_path, line):
     fill(tmp_path, 1)
@@ -421,6 +423,13 @@ def test_lines_that_are_no_record_are_left_out_of_the_history(tmp_path, line):
     fill(tmp_path, 2)
     with manager(tmp_path) as reading:
         assert [one.step for one in reading.history()] == [1, 2]
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "journal.jsonl").write_bytes(line + b"\n")
+    with (
+        manager(tmp_path / "other", initial_path=tmp_path / "empty") as reading,
+        pytest.raises(xc.CheckpointError, match="holds neither a step of a run nor a checkpoint"),
+    ):
+        reading.restore_latest(state(0))
 
 
 def test_records_wait_for_a_journal_that_cannot_be_written(tmp_path, caplog):

@@ -411,12 +411,13 @@ def expected(saved_tree, target):
     have = dict(leaves(saved_tree))
     want = dict(leaves(target))
     starts = {path[:n] for path in have for n in range(len(path))}
-    # What is empty is no key of the target, unless it was saved as one; an empty list is, unless it gives way.
+    # What is empty gives way to a tensor. Else it is no key of the target, unless it was saved as one; an empty list
+    # is, unless it gives way to a container.
     want = {
         path: value
         for path, value in want.items()
         if not nothing(value)
-        or (isinstance(value, list) and (path in have or path not in starts))
+        or (isinstance(value, list) and path not in starts and not isinstance(have.get(path), torch.Tensor))
         or (isinstance(value, dict) and path in have and not isinstance(have[path], torch.Tensor))
     }
     outcomes = {}

@@ -220,6 +220,25 @@ def test_groups_and_state_of_a_custom_optimizer_stay_if_it_refuses(saved, withou
     assert {param.device.type for param in net.parameters()} == {"meta"}
 
 
+def test_code_that_refuses_its_values_is_told_to_leave_loaded_tensors(saved, tmp_path, without_xla):
+    """What restoring.md promises for this case: groups stay, tensors that were loaded in place do not."""
+    old, _, path = saved["Adam"]
+    net = on_host(1)
+    optimizer = Custom(net.parameters(), scale=3.0)
+    groups, state = optimizer.param_groups, optimizer.state
+    with pytest.raises(KeyError, match="scale") as refused:
+        xc.restore(path, model=net, optimizer=optimizer)
+    assert same(net.state_dict(), old.state_dict())
+    assert optimizer.param_groups is groups and optimizer.state is state and groups[0]["scale"] == 3.0
+    told = "Tensors that had been loaded in place by then hold new values"
+    if hasattr(refused.value, "add_note"):
+        assert told in refused.value.__notes__[0]
+    xc.save({"model": net.state_dict()}, tmp_path)
+    failing_file(tmp_path)
+    with pytest.raises(xc.CorruptCheckpointError, match=told):
+        xc.restore(tmp_path, model=net)
+
+
 def test_a_custom_optimizer_comes_back_without_being_tried_out(tmp_path, without_xla):
     net = on_host(0)
     optimizer = Custom(net.parameters(), scale=3.0)
@@ -229,6 +248,20 @@ def test_a_custom_optimizer_comes_back_without_being_tried_out(tmp_path, without
     other = Custom(new.parameters())
     xc.restore(tmp_path, model=new, optimizer=other)
     assert same(other.state_dict(), optimizer.state_dict())
+
+
+def test_a_lazy_module_is_refused_by_name_and_nothing_is_changed(tmp_path, without_xla):
+    first = torch.nn.Linear(2, 3)
+    lazy = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LazyLinear(3))
+    xc.save({"model": torch.nn.Sequential(first, torch.nn.Linear(3, 3)).state_dict()}, tmp_path)
+    before = copy.deepcopy(lazy[0].state_dict())
+    for load in (lambda: xc.restore(tmp_path, model=lazy), lambda: xc.load({"model": lazy.state_dict()}, tmp_path)):
+        with pytest.raises(xc.CheckpointError, match=r"'model\.1\.weight', 'model\.1\.bias': .* Run one forward pass"):
+            load()
+        assert same(lazy[0].state_dict(), before)
+    lazy(torch.ones(1, 2))
+    xc.restore(tmp_path, model=lazy)
+    assert torch.equal(lazy[0].weight, first.weight)
 
 
 def failing_state(path):

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -40,6 +41,19 @@ class Processes:
     def ranks(self) -> list[int]:
         """The ranks in the default group's numbering."""
         return [0] if self.alone else dist.get_process_group_ranks(self.group)
+
+    def new_group(self, timeout: timedelta, doing: str) -> dist.ProcessGroup:
+        """Create another gloo group of these ranks.
+
+        Args:
+            timeout: for one wait in the new group, and for its creation.
+            doing: see the class.
+
+        Raises:
+            CheckpointError: a rank did not come in time.
+        """
+        with self.worded(doing):
+            return _dcp.new_group(self.group, timeout)
 
     def gather(self, value: T, doing: str) -> list[T]:
         """Return the values of all ranks, in the order of ``ranks``."""

@@ -17,7 +17,13 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from torch_xla_ckpt import api
 from torch_xla_ckpt.device import Placement, access_of, alias_of, make, require_place
-from torch_xla_ckpt.errors import CheckpointError, ReplacedCheckpointError
+from torch_xla_ckpt.errors import (
+    CheckpointError,
+    IncompleteCheckpointError,
+    MismatchError,
+    ReplacedCheckpointError,
+    UnsafeObjectError,
+)
 from torch_xla_ckpt.materialize import Plan, Sharding
 from torch_xla_ckpt.optimizer_state import SavedState, require_own_state
 from torch_xla_ckpt.planner.load import Place, copy_into
@@ -60,7 +66,13 @@ def restore(
 
     Parameters and buffers that have no data yet are made on their devices, already sharded, and filled from the
     checkpoint. The optimizer's state is made like the parameters it belongs to and handed to ``load_state_dict``; no
-    step runs. Everything that can be checked is, before the model or the optimizer is changed.
+    step runs.
+
+    Keys, shapes, dtypes, groups and specs are compared first: if they do not fit, nothing has changed. Two things show
+    only later: bytes that are damaged, and code of the model or the optimizer that raises when it is handed its values.
+    Then tensors that were already loaded in place hold new values, as the error says. The optimizer's groups and
+    hyperparameters are the old ones, and parameters that were given a place are where they were before. Restore again,
+    from another checkpoint if this one is damaged.
 
     Args:
         path: folder or fsspec URL; not needed when a storage reader that knows it is given.
@@ -135,8 +147,8 @@ class _Wanted:
             options: for ``load``.
 
         Raises:
-            ReplacedCheckpointError: another save replaced the checkpoint meanwhile. The model and the optimizer are as
-                they were.
+            ReplacedCheckpointError: another save replaced the checkpoint meanwhile. Tensors that were loaded in place
+                by then hold new values; all else is as it was.
         """
         together = functools.partial(
             api.agreed, options["process_group"], options["no_dist"], f"restoring from {reader.location}"
@@ -177,20 +189,21 @@ class _Wanted:
             created: set[str] = set()
             if optimizer is not None:
                 target[keys.optimizer], created = _optimizer_target(optimizer, slots, groups, parts)
-            report = api.load(
-                target,
-                missing=self.policy.missing,
-                unexpected=self.policy.unexpected,
-                dtype=self.policy.dtype,
-                rename=self.policy.rename,
-                placement=self.placement,
-                **options,
-            )
-            with together():
-                if model is not None:
-                    _set_what_is_made_anew(model, keys.taken(target))
-                if optimizer is not None:
-                    optimizer.load_state_dict(target[keys.optimizer])
+            with _saying_what_is_loaded():
+                report = api.load(
+                    target,
+                    missing=self.policy.missing,
+                    unexpected=self.policy.unexpected,
+                    dtype=self.policy.dtype,
+                    rename=self.policy.rename,
+                    placement=self.placement,
+                    **options,
+                )
+                with together():
+                    if model is not None:
+                        _set_what_is_made_anew(model, keys.taken(target))
+                    if optimizer is not None:
+                        optimizer.load_state_dict(target[keys.optimizer])
         if state is not None:
             state.update({key: target[key] for key in state})
         outcomes = {
@@ -217,6 +230,28 @@ def _put_back_if_it_fails(plan: Plan | None, optimizer: torch.optim.Optimizer | 
         raise
     if plan is not None:
         plan.forget()
+
+
+@contextmanager
+def _saying_what_is_loaded() -> Iterator[None]:
+    """Add to an error of the block that tensors may have been loaded, unless it is one that comes before."""
+    try:
+        yield
+    except (MismatchError, IncompleteCheckpointError, UnsafeObjectError, ReplacedCheckpointError):
+        raise
+    except CheckpointError as error:
+        error.args = (f"{error}. {_PARTLY}", *error.args[1:])
+        raise
+    except Exception as error:  # of the model's or the optimizer's own code
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(_PARTLY)
+        raise
+
+
+_PARTLY = (
+    "Tensors that had been loaded in place by then hold new values; the optimizer's groups and hyperparameters are the "
+    "old ones. Restore again, from another checkpoint if this one is damaged"
+)
 
 
 def prime_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -22,10 +22,12 @@ class Facts:
     Args:
         saved: for policies.
         files: bytes of each data file, by name.
+        by_manager: a ``CheckpointManager``, ours or torch_xla's, wrote the step. Retention deletes no other.
     """
 
     saved: Saved
     files: Mapping[str, int]
+    by_manager: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -35,11 +37,13 @@ class Facts:
 def facts_of(step: int, manifest: Manifest) -> Facts:
     """What a manifest tells of a step. Metrics and times of another shape than a manager's count as not recorded."""
     user: Any = manifest.user_metadata
-    given = user.get(KEY) if isinstance(user, Mapping) else None
+    user = user if isinstance(user, Mapping) else {}
+    given = user.get(KEY)
     given = given if isinstance(given, Mapping) else {}
     return Facts(
         Saved(step, _time(manifest.time), _metrics(given.get("metrics")), given.get("metadata")),
         {name: size for name, size in manifest.files.items() if isinstance(name, str) and isinstance(size, int)},
+        by_manager=KEY in user,
     )
 
 

@@ -130,7 +130,7 @@ class Journal:
         for line in self._content().splitlines():
             try:
                 event = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):  # no JSON, or nested deeper than Python recurses
                 event = None
             if isinstance(event, dict):
                 found.append(event)

@@ -18,7 +18,7 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 
-from torch_xla_ckpt import _dcp, api, forks
+from torch_xla_ckpt import api, forks
 from torch_xla_ckpt.coordination import Processes
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.manager import keep as keeping
@@ -42,7 +42,7 @@ from torch_xla_ckpt.staging import SPMDStager
 from torch_xla_ckpt.staging.upload import Upload
 from torch_xla_ckpt.storage import ShardReader
 from torch_xla_ckpt.storage.files import Folder
-from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location
+from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, told_apart
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,9 @@ class CheckpointManager:
         self._closing = threading.Event()
         self._under_way = UnderWay()
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1
-        self._group = _dcp.new_group(process_group, timeout) if several else None
+        self._group: dist.ProcessGroup | None = None
+        if several:
+            self._group = Processes(process_group).new_group(timeout, f"opening {self.base_path}")
         self._processes = Processes(self._group, alone=not several)
         self._sweeps = Sweeps(self._processes)
         self._steps = Steps(location, self._sweeps.known_retired, self._closing)
@@ -619,7 +621,7 @@ class CheckpointManager:
 
         doing = f"opening {self.base_path}"
         token = self._processes.from_first(write, doing)
-        blind = [] if self._processes.alone else self._processes.gather(_blindness(self._steps.root, token), doing)
+        seen = [] if self._processes.alone else self._processes.gather(self._sight(token), doing)
         if self._processes.rank == 0:
             try:
                 self._steps.root.remove([name])
@@ -628,13 +630,20 @@ class CheckpointManager:
                     "%s of %s could not be deleted (%s: %s). Without the permission to delete, no step is ever deleted",
                     *(name, self.base_path, type(error).__name__, error),
                 )
-        if any(blind):
-            who = ", ".join(str(rank) for rank, reason in zip(self._processes.ranks, blind) if reason)
+        if any(reason for reason, _ in seen):
+            who = ", ".join(str(rank) for rank, (reason, _) in zip(self._processes.ranks, seen) if reason)
+            why = next(reason for reason, _ in seen if reason)
+            apart = told_apart("looks", "in", [path for _, path in seen])
             raise CheckpointError(
-                f"ranks {who} do not see what rank 0 has written to {self.base_path} "
-                f"({next(filter(None, blind))}). All processes must be given one shared folder: with a local disk on "
-                "each host, every one of them would keep a part that cannot be restored"
+                f"ranks {who} do not see what rank 0 has written to {seen[0][1]} ({why}). All processes must be given "
+                "one shared folder: with a local disk on each host, every one of them would keep a part that cannot be "
+                "restored"
+                f"{apart and f'. {apart}'}"
             )
+
+    def _sight(self, token: str) -> tuple[str | None, str]:
+        """Why this process does not see a file, None if it does; and the run's folder, as this process names it."""
+        return _blindness(self._steps.root, token), self._steps.location.identity
 
 
 def _blindness(folder: Folder, token: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Deleting steps that no policy wants, and nothing else."""
+"""Deleting steps that a manager wrote and no policy wants, and nothing else."""
 
 from __future__ import annotations
 
@@ -88,6 +88,7 @@ class Retention:
         self._cleaned = False
         self._undone: list[_Doomed] = []  # steps whose commit is gone and whose files could not be deleted
         self._litter: set[int] = set()  # steps of which a save has failed
+        self._spared: set[int] = set()  # unwanted steps that no manager wrote, and that the log has named
         self._lock = threading.Lock()
 
     def plan(self) -> tuple[Verdict, ...]:
@@ -168,8 +169,9 @@ class Retention:
         """
         if self._keeps_all():
             return []
-        believed = self._steps.believed()
-        if not self._superfluous(self._verdicts(dict.fromkeys(believed)), step):
+        verdicts = self._verdicts(dict.fromkeys(self._steps.believed()))
+        self._name_spared(verdicts)
+        if not self._superfluous(verdicts, step):
             return []
         try:
             flaw: str | None = self._steps.flaw(step, thorough=True)
@@ -194,6 +196,17 @@ class Retention:
             steps = frozenset(self._retired_steps)
         self._tell(steps)
         return retired
+
+    def _name_spared(self, verdicts: Sequence[Verdict]) -> None:
+        """Log, once, the steps that no policy wants and that stay because no manager wrote them."""
+        spared = [one.step for one in verdicts if one.reason == _NOT_OURS and one.step not in self._spared]
+        if spared:
+            self._spared.update(spared)
+            logger.warning(
+                "no policy wants the steps %s of %s, and they stay: no CheckpointManager wrote them, so they are never "
+                "deleted. If you do not need them, delete their folders yourself",
+                *(", ".join(map(str, spared)), self._steps.location),
+            )
 
     def _superfluous(self, verdicts: Sequence[Verdict], than: int) -> list[Verdict]:
         """Steps to delete: only what is older than one that has just been seen whole."""
@@ -245,6 +258,8 @@ class Retention:
         saved = self._saved(sound)
         wanted = self._keep.wanted(saved, now())
         newest = sound[-1] if sound else None
+        unwanted = [step for step in sound if step not in wanted and step != newest]
+        not_ours = {step for step, ours in zip(unwanted, self._steps.each(self._is_ours, unwanted)) if not ours}
         verdicts = []
         for step in sorted(flaws):
             if step in damaged:
@@ -253,6 +268,8 @@ class Retention:
                 verdicts.append(Verdict(step, True, wanted[step]))
             elif step == newest:
                 verdicts.append(Verdict(step, True, "the newest that can be restored"))
+            elif step in not_ours:
+                verdicts.append(Verdict(step, True, _NOT_OURS))
             else:
                 verdicts.append(Verdict(step, False, f"no policy wants it, and step {newest} is newer"))
         return tuple(verdicts)
@@ -268,6 +285,13 @@ class Retention:
             return self._steps.facts(step).saved
         except (FileNotFoundError, CheckpointError):  # no step is deleted before ``_flaw`` has said what is wrong
             return None
+
+    def _is_ours(self, step: int) -> bool:
+        """Whether a manager wrote a step, as far as that can be told now. The manifest is read once."""
+        try:
+            return self._steps.facts(step).by_manager
+        except (FileNotFoundError, CheckpointError):  # no step is deleted before ``_flaw`` has said what is wrong
+            return True
 
     def _finish(
         self, committed: int, nbytes: int, record: Callable[[], Mapping[str, Any]], doomed: Sequence[_Doomed]
@@ -349,3 +373,4 @@ class Retention:
 
 
 _GONE = "it is gone"
+_NOT_OURS = "no policy wants it, but no CheckpointManager wrote it, so it is yours to delete"

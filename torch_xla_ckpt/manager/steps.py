@@ -55,15 +55,18 @@ class Found:
     """What the folder of a step is.
 
     Args:
-        kind: "unfinished" has no ``.metadata``: a save that goes on or broke off, or the rest of a deletion. "foreign"
-            was not written by a manager. "damaged" has a ``.metadata`` that cannot be read.
+        kind: "unfinished" has no ``.metadata``: a save that goes on or broke off, or the rest of a deletion.
+            "committed" is a checkpoint, whoever wrote it. "damaged" is one of ours or of torch_xla's manager whose
+            ``.metadata`` cannot be read. "foreign" has a ``.metadata`` that is no checkpoint's.
         save_id: the save that committed it; None if another program's writer did.
         flaw: of a damaged step, what is wrong.
+        is_theirs: torch_xla's manager wrote it.
     """
 
     kind: Kind
     save_id: str | None = None
     flaw: str | None = None
+    is_theirs: bool = False
 
 
 @dataclass
@@ -228,7 +231,7 @@ class Steps:
             CheckpointError: it cannot be read, for another reason.
         """
         found = self.look(step)
-        if found.kind == "unfinished":
+        if found.kind in ("unfinished", "foreign"):
             raise FileNotFoundError(f"{self.at(step)} holds no commit")
         if found.kind == "damaged":
             raise CorruptCheckpointError(found.flaw or "")
@@ -236,8 +239,8 @@ class Steps:
             known = self._memory.known.get(step)
         if known is not None and known.facts is not None:
             return known.facts
-        if found.save_id is None:  # torch_xla's manager, which keeps nothing that can be read safely
-            facts = Facts(Saved(step), {})
+        if found.save_id is None:  # stock DCP keeps no facts, and torch_xla's manager none that can be read safely
+            facts = Facts(Saved(step), {}, found.is_theirs)
         else:
             manifest = self._confirmed(
                 lambda: commit.committed(self.folder(step)).manifest, f"reading the manifest of step {step}"
@@ -445,7 +448,7 @@ class Steps:
             return Found("committed", found.manifest.save_id)
         if commit.written_by(found.metadata):
             return Found("damaged", None, "its manifest is missing, and the line that leads to it is damaged")
-        return Found("committed") if ours or _THEIRS in names else Found("foreign")
+        return Found("committed", is_theirs=_THEIRS in names)
 
     def _missing(self, step: int, files: Mapping[str, int]) -> list[str]:
         """Which data files are not there or too short. A listing may lag, so each is asked for by its name."""
@@ -472,8 +475,7 @@ class Steps:
                 report = True
         if report:
             logger.warning(
-                "%s was not written by a checkpoint manager, and is left alone. torch_xla_ckpt.load reads it if it "
-                "is a checkpoint",
+                "%s has a .metadata that is not a checkpoint's, so it is no step, and is left alone",
                 self.at(step),
             )
         return found

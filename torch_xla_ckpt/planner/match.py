@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.nn.parameter import is_lazy
 
-from torch_xla_ckpt.errors import MismatchError
+from torch_xla_ckpt.errors import CheckpointError, MismatchError
 from torch_xla_ckpt.planner.policy import Policy, unwrapped
 from torch_xla_ckpt.planner.ranks import RankState, misfits
 from torch_xla_ckpt.planner.tree import MAX_DEPTH, Growth, Leaf, Path, is_placeholder
@@ -81,6 +82,7 @@ def match(
     """
     saved_items: Mapping[str, Saved] = metadata.state_dict_metadata
     paths = paths_of(metadata)
+    _require_shapes(leaves, policy)
     if policy.only or policy.exclude:
         policy.require_use_of_patterns({*leaves, *saved_items})
     sources = _sources(leaves, saved_items, paths, policy)
@@ -183,6 +185,21 @@ def _is_path(path: object) -> bool:
         and 0 < len(path) <= MAX_DEPTH + 1
         and all(isinstance(element, str) or (type(element) is int and element >= 0) for element in path)
     )
+
+
+def _require_shapes(leaves: Mapping[str, Leaf], policy: Policy) -> None:
+    """Show that the tensors to load into have shapes.
+
+    Raises:
+        CheckpointError: they belong to a lazy module that has not run yet. The keys are named.
+    """
+    lazy = [key for key, leaf in leaves.items() if leaf.is_tensor and is_lazy(leaf.value) and policy.asks_for(key)]
+    if lazy:
+        more = f" and {len(lazy) - 10} more" if len(lazy) > 10 else ""
+        raise CheckpointError(
+            f"nothing can be loaded into {', '.join(map(repr, lazy[:10]))}{more}: parameters of a lazy module have no "
+            "shape before its first forward pass. Nothing was changed. Run one forward pass first"
+        )
 
 
 class _Named:

@@ -29,7 +29,7 @@ from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
 from torch_xla_ckpt.layout import Box, Claim, assign, covers_exactly, find_flaws
 from torch_xla_ckpt.planner.digest import digest
 from torch_xla_ckpt.planner.objects import Encoded, Item, decode, encode
-from torch_xla_ckpt.planner.shards import LaidOut, ShardSource, compact, lay_out
+from torch_xla_ckpt.planner.shards import LaidOut, ShardSource, compact, lay_out, require_savable
 from torch_xla_ckpt.planner.tree import MAX_DEPTH, Leaf, Path, flatten
 
 logger = logging.getLogger(__name__)
@@ -98,6 +98,7 @@ class SPMDSavePlanner(SavePlanner):
         for leaf in self._leaves.values():
             if isinstance(leaf.value, Encoded):
                 leaf.value.check()
+        require_savable(tensors)
         self._tensors = lay_out(tensors, self._access_of)
         self._encoded = {}
         self._source = ShardSource(self._tensors)

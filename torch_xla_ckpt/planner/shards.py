@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -65,6 +67,35 @@ def lay_out(
         except CheckpointError as error:
             raise CheckpointError(f"{key!r}: {error}") from error
     return laid_out
+
+
+def require_savable(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Show that tensors have dtypes that torch can pickle.
+
+    Raises:
+        CheckpointError: one has not. The key is named.
+    """
+    for key, tensor in tensors.items():
+        if not _can_be_pickled(tensor.dtype):
+            raise CheckpointError(
+                f"{key!r}: torch cannot pickle tensors of {tensor.dtype}, so they cannot be saved. "
+                + (
+                    "Save tensor.int_repr(), its scale and its zero point"
+                    if tensor.is_quantized
+                    else "Save its bytes, tensor.view(torch.uint8)"
+                )
+            )
+
+
+@lru_cache(maxsize=256)
+def _can_be_pickled(dtype: torch.dtype) -> bool:
+    """Whether torch pickles tensors of a dtype without their bytes, as checkpoints need it."""
+    try:
+        with torch.serialization.skip_data():
+            torch.save(torch.empty(0, dtype=dtype), io.BytesIO())
+    except Exception:  # KeyError for torch.uint2, RuntimeError for torch.quint8
+        return False
+    return True
 
 
 def require_targets(tensors: Mapping[str, torch.Tensor]) -> None:

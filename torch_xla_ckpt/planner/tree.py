@@ -268,15 +268,12 @@ def _leaves(
 ) -> Iterator[Leaf]:
     for step in _walk(state_dict, deepest):
         path, value, container, slot = step.leaf
-        if not step.opens:
+        if not step.opens or (key_of(path) in whole and _is_plain(value)):
             yield step.leaf
-        elif not value:
-            if with_empty:
-                yield Leaf(path, {}, container, slot)
-        elif key_of(path) in whole and _is_plain(value):
-            yield step.leaf
-        else:
+        elif value:
             step.open()
+        elif with_empty:
+            yield Leaf(path, {}, container, slot)
 
 
 class _Step:

@@ -17,7 +17,7 @@ from torch_xla_ckpt.device import HostCopy, Snapshot, TensorAccess
 from torch_xla_ckpt.layout import Box
 from torch_xla_ckpt.planner.buffers import Buffers
 from torch_xla_ckpt.planner.objects import Encoded, encode
-from torch_xla_ckpt.planner.shards import LaidOut, lay_out
+from torch_xla_ckpt.planner.shards import LaidOut, lay_out, require_savable
 from torch_xla_ckpt.planner.tree import Leaf, flatten, key_of, mapped
 from torch_xla_ckpt.timeline import Timeline
 
@@ -101,6 +101,7 @@ class Capture:
         """
         leaves = flatten(state_dict)
         tensors = {key: leaf.value for key, leaf in leaves.items() if leaf.is_tensor}
+        require_savable(tensors)
         on_devices = {key: t for key, t in tensors.items() if t.device.type == "xla"}
         choice, copied = self._choose(on_devices)
         if self._kept is not None and not copied:
@@ -198,9 +199,10 @@ class Capture:
         return HostCopy(held.layout, fetched)
 
     def _copy(self, data: torch.Tensor) -> torch.Tensor:
+        bits = data.view(torch.uint8) if data.itemsize == 1 else data  # torch cannot copy float4_e2m1fn_x2
         if self._reuse_buffers:
-            return self._buffers.empty(data.shape, data.dtype).copy_(data)
-        return data.clone(memory_format=torch.contiguous_format)
+            return self._buffers.empty(bits.shape, bits.dtype).copy_(bits).view(data.dtype)
+        return bits.clone(memory_format=torch.contiguous_format).view(data.dtype)
 
     def _encoded(self, key: str, value: Any) -> io.BytesIO:
         return encode(key, value, lambda tensor: lay_out({key: tensor}, self._access_of)[key].gather())

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from torch_xla_ckpt import _dcp
+from torch_xla_ckpt.coordination import Processes
 
 # How often a process looks whether somebody calls the roll, and how long one waits for the answers, in seconds.
 _LOOK = 1.0
@@ -44,11 +45,15 @@ class Peers:
     Args:
         of: the processes. None: all.
         timeout: for one wait in a collective.
+        doing: what the group is created for, for error messages.
+
+    Raises:
+        CheckpointError: a process did not come in time.
     """
 
-    def __init__(self, of: dist.ProcessGroup | None, timeout: timedelta):
+    def __init__(self, of: dist.ProcessGroup | None, timeout: timedelta, doing: str):
         self.instead_of = (None, of)
-        self.group = _dcp.new_group(of, timeout)
+        self.group = Processes(of).new_group(timeout, doing)
         self.failed = False
         self._timeout = timeout
         self._rank = dist.get_rank(self.group)

@@ -165,7 +165,7 @@ class SPMDStager:
         Raises:
             CheckpointError: as ``stage``.
         """
-        save = self._begin()
+        save = self._begin("an async save" if path is None else f"an async save to {path}")
         copied = self._copied(save, state)
         upload = Upload()
         staging: Future[None] = Future()
@@ -232,8 +232,12 @@ class SPMDStager:
                 raise
             logger.error("a save in the background failed too: %s", failed)  # the block's own error goes first
 
-    def _begin(self) -> Save:
-        """Wait for a slot, and take it."""
+    def _begin(self, what: str = "dcp.async_save") -> Save:
+        """Wait for a slot, and take it.
+
+        Args:
+            what: the save, for error messages.
+        """
         self._require_own()
         if self._closed:
             raise CheckpointError("the stager is closed; create another one")
@@ -245,7 +249,7 @@ class SPMDStager:
         with self._timeline.span("wait for a slot"):
             self._wait_for_slot()
         self.raise_failed()
-        self._join_peers()
+        self._join_peers(f"beginning {what}")
         save = Save(self._saves[-1] if self._saves else None, self._worded, self._use_own_group, self._peers)
         self._saves.append(save)
         return save
@@ -262,8 +266,12 @@ class SPMDStager:
             )
             pending[0].wait()
 
-    def _join_peers(self) -> None:
-        """Create the group, at a point of the program that all processes pass in the same order."""
+    def _join_peers(self, doing: str) -> None:
+        """Create the group, at a point of the program that all processes pass in the same order.
+
+        Raises:
+            CheckpointError: a process did not come in time.
+        """
         if self._peers is not None and self._peers.destroyed and not dist.is_initialized():
             raise CheckpointError(
                 "the process group that this stager saves with was destroyed. Initialise torch.distributed again, or "
@@ -273,7 +281,7 @@ class SPMDStager:
         if several and (self._peers is None or self._peers.failed or self._peers.destroyed):
             if self._peers is not None:
                 self._peers.close()
-            self._peers = Peers(self._process_group, self._timeout)
+            self._peers = Peers(self._process_group, self._timeout, doing)
 
     def _use_own_group(self) -> None:
         if self._peers is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,6 +114,24 @@ class Location:
 
     def __str__(self) -> str:
         return self.url
+
+
+def told_apart(does: str, to: str, paths: Sequence[str], first: int = 0) -> str:
+    """Say which rank uses which path; "" if all ranks use the same.
+
+    Args:
+        does, to: what a rank does, and the preposition of the path: "saves" and "to", "loads" and "from".
+        paths: the path of each rank.
+        first: the rank of the first path.
+    """
+    others = [f"rank {n} {to} {path}" for n, path in enumerate(paths, first) if path != paths[0]]
+    if not others:
+        return ""
+    more = f", and {len(others) - 5} more" if len(others) > 5 else ""
+    return (
+        f"rank {first} {does} {to} {paths[0]}, {', '.join(others[:5])}{more}. If these are not the same folder, pass "
+        "the same path on all ranks"
+    )
 
 
 def _joined(parent: str, name: str) -> str:

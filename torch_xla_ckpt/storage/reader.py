@@ -37,7 +37,7 @@ from torch_xla_ckpt.serialization import restricted
 from torch_xla_ckpt.serialization.machine import Refused
 from torch_xla_ckpt.storage.commit import Committed, committed, metadata_name, version_of
 from torch_xla_ckpt.storage.files import NOT_A_FILE, TRANSIT, Folder, NotAFile, Window, open_folder
-from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike
+from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, told_apart
 from torch_xla_ckpt.storage.manifest import BLOCK, TINY, Manifest, Stored, checksum, foreign
 from torch_xla_ckpt.storage.progress import Progress
 from torch_xla_ckpt.storage.ranges import MAX_GAP, Range, blocks_of, merged, ranges_of
@@ -81,6 +81,13 @@ class ReadStats:
 
     bytes_read: int = 0
     bytes_needed: int = 0
+
+
+class _Found(NamedTuple):
+    """What each process tells the coordinator: which checkpoint it has found, and at which path."""
+
+    version: bytes | None
+    path: str
 
 
 class ShardReader(StorageReader):
@@ -204,14 +211,17 @@ class ShardReader(StorageReader):
         self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return replace(plan, storage_data=self.version)
+        return replace(plan, storage_data=_Found(self.version, self.location.identity))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        if len({plan.storage_data for plan in plans}) > 1 and self._rank is None:
+        apart = told_apart("loads", "from", [plan.storage_data.path for plan in plans])
+        if len({plan.storage_data.version for plan in plans}) > 1 and self._rank is None:
             raise ReplacedCheckpointError(
                 f"the checkpoint in {self.location} was replaced while it was read: the processes have found different "
-                "ones. Load again"
+                f"ones. Load again{apart and f'. But {apart}'}"
             )
+        if apart:
+            logger.warning("%s", apart)
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import io
+import logging
 import operator
 import os
 import platform
@@ -35,11 +36,13 @@ from torch_xla_ckpt.storage import commit, turns
 from torch_xla_ckpt.storage.files import Folder, Sink, open_folder
 from torch_xla_ckpt.storage.frame import Bytes, item_of
 from torch_xla_ckpt.storage.lease import Holder
-from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike
+from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, told_apart
 from torch_xla_ckpt.storage.manifest import BLOCK, TINY, Manifest, Stored, check_user_metadata, checksum, padded
 from torch_xla_ckpt.storage.metadata import pickled_metadata
 from torch_xla_ckpt.storage.progress import Progress
 from torch_xla_ckpt.timeline import Timeline
+
+logger = logging.getLogger(__name__)
 
 # Items are handed to a writing thread together until they have this many bytes,
 _BATCH_BYTES = 4 << 20
@@ -70,6 +73,13 @@ class _Place:
     save_id: str
     rank: int
     nonce: str
+
+
+class _Here(NamedTuple):
+    """What each process tells the coordinator: its own nonce, and the path that it saves to."""
+
+    nonce: str
+    path: str
 
 
 class ShardWriter(StorageWriter):
@@ -134,6 +144,7 @@ class ShardWriter(StorageWriter):
         self._save_id = ""
         self._start: commit.Start | None = None  # of the save under way, in the process that coordinates it
         self._processes = 1
+        self._apart = ""  # which rank saves to which path, if they differ
         self.reset(path)
 
     def reset(self, checkpoint_id: PathLike | Location | None = None) -> None:
@@ -148,7 +159,7 @@ class ShardWriter(StorageWriter):
         turns.wait_for(self.location)
         self._folder.make()
         self._nonce = commit.new_save_id()
-        return replace(plan, storage_data=self._nonce)
+        return replace(plan, storage_data=_Here(self._nonce, self.location.identity))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.abandon()
@@ -156,7 +167,10 @@ class ShardWriter(StorageWriter):
         self._processes = len(plans)
         self._start = commit.begin(self._folder, self._save_id, self._own_rank)
         first = self._own_rank or 0
-        places = (_Place(self._save_id, first + n, plan.storage_data) for n, plan in enumerate(plans))
+        self._apart = told_apart("saves", "to", [plan.storage_data.path for plan in plans], first)
+        if self._apart:
+            logger.warning("%s", self._apart)
+        places = (_Place(self._save_id, first + n, plan.storage_data.nonce) for n, plan in enumerate(plans))
         return [replace(plan, storage_data=place) for plan, place in zip(plans, places)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -204,7 +218,9 @@ class ShardWriter(StorageWriter):
         try:
             with (self.timeline or Timeline()).span("commit"):
                 self._commit(finished, places, files, start)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, CheckpointError) and self._apart:
+                error.args = (f"{error}. {self._apart}", *error.args[1:])
             self.abandon()
             raise
         commit.finish(self._folder, self._save_id, start)
