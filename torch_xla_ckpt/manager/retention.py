@@ -259,6 +259,9 @@ class Retention:
         wanted = self._keep.wanted(saved, now())
         newest = sound[-1] if sound else None
         unwanted = [step for step in sound if step not in wanted and step != newest]
+        if unwanted:  # what others wrote must not push out what was saved last
+            latest = next((step for step in reversed(sound) if self._is_ours(step)), None)
+            unwanted = [step for step in unwanted if step != latest]
         not_ours = {step for step, ours in zip(unwanted, self._steps.each(self._is_ours, unwanted)) if not ours}
         verdicts = []
         for step in sorted(flaws):
@@ -270,6 +273,8 @@ class Retention:
                 verdicts.append(Verdict(step, True, "the newest that can be restored"))
             elif step in not_ours:
                 verdicts.append(Verdict(step, True, _NOT_OURS))
+            elif step not in unwanted:
+                verdicts.append(Verdict(step, True, "the newest that a CheckpointManager wrote"))
             else:
                 verdicts.append(Verdict(step, False, f"no policy wants it, and step {newest} is newer"))
         return tuple(verdicts)
