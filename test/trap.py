@@ -104,6 +104,8 @@ class Trap:
         target = args[1] if verb == "replace" else self._opened.get(args[0], args[0])
         if verb == "open" and args[1] & os.O_CREAT:
             verb = "create"
+        elif verb == "open" and not os.path.isdir(target):  # a file that is only read
+            return real(*args, **kwargs)
         name = Path(target).name
         kind = next((kind for kind, pattern in KINDS.items() if re.fullmatch(pattern, name)), "folder")
         if (verb, kind) == ("create", "data"):
