@@ -351,8 +351,10 @@ def blows(case, notes):
             halves = ["during"] if note.verb == "write" and note.moment == "before" else []
             if case.how == "kill" and note.verb in ("open", "close"):
                 moments = []  # neither changes a file, and what comes before and after them is struck
-            elif case.how == "kill":
-                moments = [note.moment, *halves] if case.world == 1 else [note.moment]
+            elif case.how == "kill" and case.world == 1:
+                moments = [note.moment, *halves]
+            elif case.how == "kill":  # what comes after an operation comes before the next
+                moments = [note.moment] if note.moment == "before" or note is own[-1] else []
             elif note.moment == "before":
                 moments = halves if halves and case.how == "fail" else ["before"]
             else:

@@ -145,18 +145,18 @@ class Chain:
         self.told |= set(there)
         kept = set(sorted(self.told)[-LATEST:]) | {step for step in self.told if step % EVERY == 0}
         assert kept <= set(there), f"lost: {kept - set(there)}"
-        sizes = {step: self.bytes_of(step, look) for step, look in self.steps.all().items()}
+        sizes = {step: self.bytes_of(step) for step in self.steps.numbers()}
         if there:
             self.size = max(self.size, *(sizes[step] for step in there))
             others = {step: size for step, size in sizes.items() if step not in kept}
             # One save; on another mesh it has other chunks, and each of them a header.
             assert sum(others.values()) <= 1.3 * self.size, f"{others} is more than one save of {self.size}"
 
-    def bytes_of(self, step, look):
-        total = 0
-        for name in look.names:
+    def bytes_of(self, step):
+        folder, total = self.steps.folder(step), 0
+        for name in folder.names():
             with contextlib.suppress(FileNotFoundError):
-                total += self.steps.folder(step).size(name)
+                total += folder.size(name)
         return total
 
     def check_log(self):

@@ -76,14 +76,10 @@ def require_savable(tensors: Mapping[str, torch.Tensor]) -> None:
         CheckpointError: one has not. The key is named.
     """
     for key, tensor in tensors.items():
-        if not _can_be_pickled(tensor.dtype):
+        if not tensor.is_quantized and not _can_be_pickled(tensor.dtype):
             raise CheckpointError(
-                f"{key!r}: torch cannot pickle tensors of {tensor.dtype}, so they cannot be saved. "
-                + (
-                    "Save tensor.int_repr(), its scale and its zero point"
-                    if tensor.is_quantized
-                    else "Save its bytes, tensor.view(torch.uint8)"
-                )
+                f"{key!r}: torch cannot pickle tensors of {tensor.dtype}, so they cannot be saved. Save its bytes, "
+                "tensor.view(torch.uint8)"
             )
 
 
@@ -93,7 +89,7 @@ def _can_be_pickled(dtype: torch.dtype) -> bool:
     try:
         with torch.serialization.skip_data():
             torch.save(torch.empty(0, dtype=dtype), io.BytesIO())
-    except Exception:  # KeyError for torch.uint2, RuntimeError for torch.quint8
+    except Exception:  # KeyError for torch.uint2
         return False
     return True
 

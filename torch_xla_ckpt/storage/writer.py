@@ -167,10 +167,12 @@ class ShardWriter(StorageWriter):
         self._processes = len(plans)
         self._start = commit.begin(self._folder, self._save_id, self._own_rank)
         first = self._own_rank or 0
-        self._apart = told_apart("saves", "to", [plan.storage_data.path for plan in plans], first)
+        # A planner of DCP that caches its plans may hand over another save's.
+        here = [plan.storage_data if isinstance(plan.storage_data, _Here) else _Here("", "") for plan in plans]
+        self._apart = told_apart("saves", "to", [one.path for one in here if one.path], first)
         if self._apart:
             logger.warning("%s", self._apart)
-        places = (_Place(self._save_id, first + n, plan.storage_data.nonce) for n, plan in enumerate(plans))
+        places = (_Place(self._save_id, first + n, one.nonce) for n, one in enumerate(here))
         return [replace(plan, storage_data=place) for plan, place in zip(plans, places)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
