@@ -215,7 +215,7 @@ def test_a_dtype_that_torch_cannot_pickle_is_refused_by_key(tmp_path, mode):
     tensors = [torch.empty(6, dtype=dtype) for dtype in (torch.uint2, torch.int4, torch.uint7)]
     tensors.append(torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8))
     for tensor in tensors:
-        with pytest.raises(xc.CheckpointError, match=rf"'layer\.w': torch cannot pickle tensors of {tensor.dtype}"):
+        with pytest.raises(xc.CheckpointError, match=rf"'layer\.w': .*{tensor.dtype}.* cannot be saved"):
             if mode is None:
                 xc.save({"layer": {"w": tensor}}, tmp_path)
             else:
