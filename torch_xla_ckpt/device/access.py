@@ -105,6 +105,9 @@ def alias_of(tensor: torch.Tensor) -> Hashable:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if type(tensor) is Snapshot or not local.numel():
         return id(tensor)
+    from torch_xla_ckpt.device import host
+
+    local = host.memory_of(local)
     return local.device, local.data_ptr(), local.shape, local.stride(), local.dtype
 
 

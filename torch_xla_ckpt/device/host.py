@@ -42,7 +42,7 @@ class HostAccess:
     def fetch(self, tensor: torch.Tensor, layout: TensorLayout, part: int = 0) -> Mapping[Box, torch.Tensor]:
         if not layout.shards:
             return {}
-        data = _local(tensor).detach()
+        data = memory_of(_local(tensor).detach())
         if data.device.type != "cpu":
             data = data.cpu()
         if data.is_conj() or data.is_neg():  # only flags beside the other data, until torch computes it
@@ -54,6 +54,8 @@ class HostAccess:
 
     def memory(self, tensor: torch.Tensor) -> torch.Tensor | None:
         local = _local(tensor).detach()
+        if torch._is_functional_tensor(local):  # must learn of what is written
+            return None
         return local if local.device.type == "cpu" and local.is_contiguous() else None
 
     def put(self, tensor: torch.Tensor, layout: TensorLayout, shards: Mapping[Box, torch.Tensor]) -> None:
@@ -61,6 +63,18 @@ class HostAccess:
             _local(tensor).detach().copy_(shards[layout.shards[0].box])
         if isinstance(tensor, DTensor):
             data_changed(tensor)
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that holds the data of a host tensor.
+
+    What ``torch.zeros_like(xla_tensor, device="cpu")`` makes is a host tensor in torch's functional wrapper, which has
+    no data pointer, and whose ``numpy()`` is garbage.
+    """
+    if not torch._is_functional_tensor(tensor):
+        return tensor
+    torch._sync(tensor)
+    return torch._from_functional_tensor(tensor)
 
 
 def require_kind(tensor: torch.Tensor) -> None:
@@ -99,7 +113,7 @@ def _refusal(tensor: torch.Tensor) -> str | None:
         return "a tensor on the meta device has no data. Give it a device first (module.to_empty)"
     if isinstance(tensor, DTensor):
         return _refusal_of_dtensor(tensor)
-    if torch._is_functional_tensor(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return "a tensor inside a transform (torch.func, torch.vmap) has no data of its own. Save outside of it"
     return None if type(tensor) in _PLAIN else _refusal_of_subclass(tensor)
 

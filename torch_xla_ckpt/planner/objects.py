@@ -78,7 +78,7 @@ def encode(key: str, value: Any, to_host: Callable[[torch.Tensor], torch.Tensor]
             item.needs = not_harmless(self.file.getvalue())
 
         def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, torch.Tensor) and obj.device.type == "xla":
+            if isinstance(obj, torch.Tensor) and (obj.device.type == "xla" or torch._is_functional_tensor(obj)):
                 return to_host(obj).__reduce_ex__(2)
             if type(obj) is collections.deque:  # as one call, because weights_only only appends to lists
                 return collections.deque, (list(obj), obj.maxlen)

@@ -32,6 +32,8 @@ RENEWAL = 60.0
 EXPIRY = 600.0
 """Seconds after which a lease that was not renewed is over."""
 
+_LAST_RENEWAL = 5.0  # seconds that the end of a lease waits for a renewal that is under way
+
 _NAME = re.compile(r"lease-([0-9a-f]{16})\.json")
 _held: set[str] = set()  # save ids of this process's leases
 
@@ -131,8 +133,9 @@ class Lease:
             raise
         _held.add(save_id)
         renewing = (weakref.ref(self), self._over)
-        threading.Thread(target=_renew, args=renewing, name="torch_xla_ckpt-lease", daemon=True).start()
-        weakref.finalize(self, _end, save_id, self._over, self._owner)
+        self._thread = threading.Thread(target=_renew, args=renewing, name="torch_xla_ckpt-lease", daemon=True)
+        self._thread.start()
+        weakref.finalize(self, _end, save_id, self._over, self._owner, self._thread)
 
     @property
     def is_here(self) -> bool:
@@ -154,8 +157,8 @@ class Lease:
             )
 
     def end(self) -> None:
-        """Say in this process that the save is over, well or not. The lease's file stays."""
-        _end(self._save_id, self._over, self._owner)
+        """Say in this process that the save is over, well or not. The lease's file stays, and is not renewed again."""
+        _end(self._save_id, self._over, self._owner, self._thread)
 
     def renew(self) -> None:
         """Write the lease anew. What goes wrong is logged, and shows in ``require`` if it lasts."""
@@ -177,10 +180,12 @@ def _renew(reference: weakref.ref[Lease], over: threading.Event) -> None:
         del lease
 
 
-def _end(save_id: str, over: threading.Event, owner: forks.Owner) -> None:
+def _end(save_id: str, over: threading.Event, owner: forks.Owner, thread: threading.Thread) -> None:
     if owner.is_here:
         over.set()
         _held.discard(save_id)
+        if thread is not threading.current_thread():
+            thread.join(_LAST_RENEWAL)
 
 
 def _clock() -> float:
