@@ -27,7 +27,8 @@ import torch
 _FREE = 1 << 26
 _TIMES = 16
 _LEVELS = 10_000  # of tuples, whose hash recurses in C
-_EXPANDED = 1 << 28  # of a tensor that is larger than its storage
+MAX_EXPANDED = 1 << 28
+"""Bytes up to which a tensor may be larger than its storage, which strides of 0 repeat, and still be computed with."""
 # Modules from which nothing is admitted, even if the caller allows it.
 _BLOCKED = ("sys", "os", "posix", "nt")
 
@@ -208,7 +209,7 @@ class Machine:
                 elif kind is int:
                     left -= one.bit_length() >> 3
                 elif isinstance(one, torch.Tensor) and one.layout == torch.strided and one.device.type == "cpu":
-                    most = max(_EXPANDED, one.untyped_storage().nbytes())
+                    most = max(MAX_EXPANDED, one.untyped_storage().nbytes())
                     left -= min(one.numel() * one.itemsize, most) >> 6
                 elif isinstance(one, np.ndarray):
                     left -= one.nbytes

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from torch_xla_ckpt.serialization.archive import Archive
-from torch_xla_ckpt.serialization.machine import Maker, Refused
+from torch_xla_ckpt.serialization.machine import MAX_EXPANDED, Maker, Refused
 from torch_xla_ckpt.serialization.plain import set_attributes
 
 _STORAGES = {
@@ -49,7 +49,6 @@ _LAYOUTS = {
 }
 _PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
 _MAX_DIMENSIONS = 64
-_MAX_EXPANDED = 1 << 28  # bytes of a tensor that is larger than its storage
 
 
 class _StorageKind:
@@ -230,7 +229,7 @@ def _plain(*tensors: Any) -> None:
 
 def _is_bounded(tensor: torch.Tensor) -> bool:
     """Whether computing with a tensor takes time in proportion to its data: strides of 0 repeat them."""
-    return tensor.numel() * tensor.itemsize <= max(tensor.untyped_storage().nbytes(), _MAX_EXPANDED)
+    return tensor.numel() * tensor.itemsize <= max(tensor.untyped_storage().nbytes(), MAX_EXPANDED)
 
 
 def _nested(buffer: Any, sizes: Any, strides: Any, offsets: Any) -> torch.Tensor:
