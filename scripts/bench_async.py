@@ -106,7 +106,7 @@ def loop(training: Training, side: Side | None, steps: int, saves: int) -> float
 def loops(
     training: Training, sides: Sequence[Side], steps: int, saves: int, repeat: int
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """Seconds of loops without saves, and with those of each side, in turns."""
+    """Seconds of loops without saves, and with those of each side, in path_lock."""
     alone: list[float] = []
     beside: dict[str, list[float]] = {side.name: [] for side in sides}
     for number in range(repeat):

@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 
 import torch_xla_ckpt as xc
 from torch_xla_ckpt.device.host import HostAccess
-from torch_xla_ckpt.manager.preemption import Terminated
+from torch_xla_ckpt.manager.preemption import SigtermListener
 
 PATIENCE = 60  # seconds until a child counts as hanging
 MAIN = os.getpid()
@@ -383,7 +383,7 @@ def _chained(sender, operations):
     listeners, users, shadow = {}, 0, None
     for number, (verb, which) in enumerate(operations):
         if verb == "listen":
-            listeners[number] = Terminated()
+            listeners[number] = SigtermListener()
             listeners[number].install()
         elif verb in ("close", "drop") and listeners:
             listener = listeners.pop(sorted(listeners)[which % len(listeners)])

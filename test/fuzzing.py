@@ -411,7 +411,7 @@ def child(first, count, seed):
     sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
     import torch
 
-    from torch_xla_ckpt.planner.objects import decode
+    from torch_xla_ckpt.serialization.objects import decode
 
     torch.set_num_threads(1)
     corpus, leaves = Corpus(), plain_types()

@@ -247,7 +247,7 @@ def one_rank_cannot_look(rank, world, folder):
         return "RuntimeError: the mount is gone" if rank == 1 else None
 
     del read
-    module._blindness = broken
+    module._visibility_error = broken
     with raises("ranks 1 do not see", "the mount is gone", path):
         manager(path)
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from s3 import Hold, Server, asks
 
 import torch_xla_ckpt as xc
-from torch_xla_ckpt.storage.files import Window, open_folder
+from torch_xla_ckpt.protocols import Window
+from torch_xla_ckpt.storage.files import open_folder
 from torch_xla_ckpt.storage.location import Location
 
 ODD = "*?[]{}()!^$#%&;:@,=+~'\"|<>\\ -_.aé日\u202e"

@@ -4,7 +4,7 @@ import gc
 
 import torch
 
-from torch_xla_ckpt.planner.buffers import Buffers
+from torch_xla_ckpt.state.buffers import Buffers
 
 MIB = 1 << 20
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import torch_xla_ckpt as xc
-from torch_xla_ckpt.planner.objects import decode, encode
+from torch_xla_ckpt.serialization.objects import decode, encode
 
 
 class Colour(enum.Enum):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from torch_xla_ckpt import CheckpointError
-from torch_xla_ckpt.planner.tree import Growth, flatten
+from torch_xla_ckpt.state.tree import StateDictEditor, flatten
 
 leaves = st.one_of(st.integers(), st.text(max_size=2), st.none(), st.builds(lambda: torch.zeros(1)))
 trees = st.recursive(
@@ -35,7 +35,7 @@ def test_keys_and_paths_are_those_of_dcp(state):
 def test_a_value_put_back_is_found_under_its_key(state):
     for key, leaf in flatten(state).items():
         new = torch.zeros(2)
-        growth = Growth(state)
+        growth = StateDictEditor(state)
         growth.replace(leaf, new)
         assert flatten(state)[key].value is new
         growth.undo()
@@ -45,7 +45,7 @@ def test_a_value_put_back_is_found_under_its_key(state):
 def test_integer_keys_stay_integers():
     """DCP's own set_element would add a second, string key and leave the old value in place."""
     state = {"state": {0: {"step": 1}}}
-    Growth(state).replace(flatten(state)["state.0.step"], 2)
+    StateDictEditor(state).replace(flatten(state)["state.0.step"], 2)
     assert state == {"state": {0: {"step": 2}}}
 
 
@@ -67,7 +67,7 @@ def test_what_was_taken_out_grows_back(state):
         state = {"root": state}
     leaves = flatten(state, with_empty=True)
     grown = {}
-    growth = Growth(grown)
+    growth = StateDictEditor(grown)
     paths = [leaf.path for leaf in leaves.values()]
     assert all(growth.has_room(path) for path in paths)
     growth.insert((path, leaves[".".join(map(str, path))].value) for path in paths)
@@ -81,7 +81,7 @@ def test_what_was_taken_out_grows_back(state):
 
 
 def test_positions_beyond_the_end_of_a_list_have_no_room():
-    growth = Growth({"xs": [1, torch.ones(1)], "whole": [1, 2]})
+    growth = StateDictEditor({"xs": [1, torch.ones(1)], "whole": [1, 2]})
     assert not growth.has_room(("xs", 3))
     assert growth.has_room(("xs", 2)) and growth.has_room(("xs", 3, "a"))
     assert not growth.has_room(("new", 1)) and growth.has_room(("other", 0)) and growth.has_room(("other", 1))

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import torch_xla_ckpt as xc
-from torch_xla_ckpt.planner.objects import decode, encode
-from torch_xla_ckpt.planner.tree import MAX_DEPTH
 from torch_xla_ckpt.serialization.archive import Archive, ArchiveError
+from torch_xla_ckpt.serialization.objects import decode, encode
+from torch_xla_ckpt.state.tree import MAX_DEPTH
 
 
 def saved(value):

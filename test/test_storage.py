@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
 import torch_xla_ckpt as xc
-from torch_xla_ckpt._gc import without_collector
+from torch_xla_ckpt.runtime.collector import without_collector
 from torch_xla_ckpt.storage import files, progress
 from torch_xla_ckpt.storage.frame import frame_of
 

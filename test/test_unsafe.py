@@ -40,8 +40,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import torch_xla_ckpt as xc
+from torch_xla_ckpt.serialization import metadata as metadata_file
 from torch_xla_ckpt.storage import commit
-from torch_xla_ckpt.storage import metadata as metadata_file
 from torch_xla_ckpt.storage.files import open_folder
 from torch_xla_ckpt.storage.location import Location
 

@@ -12,13 +12,12 @@ from torch_xla_ckpt.errors import (
     UnsafeObjectError,
 )
 from torch_xla_ckpt.manager import CheckpointManager, keep, when
-from torch_xla_ckpt.per_rank import PerRank
 from torch_xla_ckpt.planner import SPMDLoadPlanner, SPMDSavePlanner
-from torch_xla_ckpt.report import LoadReport, Outcome
+from torch_xla_ckpt.reports import LoadReport, Outcome, Span, Timeline
 from torch_xla_ckpt.restoring import prime_optimizer, restore
 from torch_xla_ckpt.staging import AsyncSave, SPMDStager
+from torch_xla_ckpt.state import PerRank
 from torch_xla_ckpt.storage import ShardReader, ShardWriter, VerifyReport, verify
-from torch_xla_ckpt.timeline import Span, Timeline
 
 __all__ = [
     "AsyncSave",

@@ -16,18 +16,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_xla_ckpt import _dcp
-from torch_xla_ckpt._gc import without_collector
 from torch_xla_ckpt.coordination import Processes
 from torch_xla_ckpt.errors import ReplacedCheckpointError
-from torch_xla_ckpt.planner import SPMDLoadPlanner, SPMDSavePlanner
-from torch_xla_ckpt.planner.load import Place
-from torch_xla_ckpt.planner.objects import AllowedType
-from torch_xla_ckpt.planner.policy import Dtype, Missing, Rename, Unexpected
-from torch_xla_ckpt.report import LoadReport
+from torch_xla_ckpt.planner import Dtype, Missing, Place, Rename, SPMDLoadPlanner, SPMDSavePlanner, Unexpected
+from torch_xla_ckpt.reports import LoadReport, Timeline
+from torch_xla_ckpt.runtime import without_collector
+from torch_xla_ckpt.serialization import AllowedType
 from torch_xla_ckpt.staging import AsyncSave, SPMDStager
-from torch_xla_ckpt.storage import ReadStats, ShardReader, ShardWriter, turns
-from torch_xla_ckpt.storage.location import Location
-from torch_xla_ckpt.timeline import Timeline
+from torch_xla_ckpt.storage import Location, ReadStats, ShardReader, ShardWriter, path_lock
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +71,7 @@ def save(
     elif path is not None:
         storage_writer.reset(path)
     if (location := _location(storage_writer)) is not None:
-        turns.wait_for(location)
+        path_lock.wait_for(location)
     doing = f"saving to {location or 'a storage writer'}"
     with agreed(process_group, no_dist, doing):
         state = {key: _dcp.state_of(value) for key, value in state_dict.items()}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Literal
 
-if TYPE_CHECKING:
-    from torch_xla_ckpt.planner.match import Mismatch
+MismatchKind = Literal["missing", "shape", "type", "dtype", "unexpected", "ranks"]
 
 
 class CheckpointError(Exception):
@@ -69,11 +68,33 @@ class CorruptCheckpointError(CheckpointError):
         self.damages = tuple(damages)
 
 
+@dataclass(frozen=True)
+class Mismatch:
+    """A key for which target and checkpoint do not fit each other.
+
+    ``kind`` is "missing" (the checkpoint lacks the key), "shape", "type" (one is a tensor, the other is not), "dtype"
+    or "unexpected" (the target lacks it), these two only where the policy says so, or "ranks" (a ``PerRank`` was saved
+    by another number of ranks). ``target`` and ``saved`` say what each side has.
+    """
+
+    key: str
+    kind: MismatchKind
+    target: str
+    saved: str
+
+    def __str__(self) -> str:
+        if self.kind == "missing":
+            return f"{self.key}: target has {self.target}, missing from the checkpoint"
+        if self.kind == "unexpected":
+            return f"{self.key}: checkpoint has {self.saved}, missing from the target"
+        return f"{self.key}: target has {self.target}, checkpoint has {self.saved}"
+
+
 class MismatchError(CheckpointError):
     """The target and the checkpoint do not fit each other.
 
     Attributes:
-        mismatches: one ``planner.match.Mismatch`` for each key concerned.
+        mismatches: one ``Mismatch`` for each key concerned.
     """
 
     def __init__(self, message: str, mismatches: Sequence[Mismatch] = ()):

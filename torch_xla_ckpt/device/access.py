@@ -2,49 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from torch_xla_ckpt.device import lazy
 from torch_xla_ckpt.device.snapshot import Snapshot, SnapshotAccess
 from torch_xla_ckpt.errors import CheckpointError
-from torch_xla_ckpt.layout import Box, TensorLayout
+from torch_xla_ckpt.protocols import TensorAccess
 
 _SNAPSHOTS = SnapshotAccess()
 
 Placement = str | torch.device | torch.Tensor | tuple[Any, tuple[Any, ...]]
 """Where a tensor is to be: on a device, like another tensor, or as (mesh, partition spec) says."""
-
-
-class TensorAccess(Protocol):
-    """Reads and writes the local shards of one kind of tensor."""
-
-    def settle(self) -> None:
-        """Start and await all pending computation, so that layouts are final and data can be fetched."""
-
-    def layout(self, tensor: torch.Tensor) -> TensorLayout:
-        """What this process holds of ``tensor``. Moves no data."""
-
-    def fetch(self, tensor: torch.Tensor, layout: TensorLayout, part: int = 0) -> Mapping[Box, torch.Tensor]:
-        """The data of each distinct box of a part on the host, without padding. It may share memory with the tensor."""
-
-    def host_bytes(self, tensor: torch.Tensor, layout: TensorLayout, part: int = 0) -> int:
-        """What fetching a part adds to host memory, in bytes."""
-
-    def memory(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """This process's part of ``tensor`` as a host tensor that shares its memory; None if there is no such."""
-
-    def put(self, tensor: torch.Tensor, layout: TensorLayout, shards: Mapping[Box, torch.Tensor]) -> None:
-        """Replace the tensor's data in place.
-
-        As after ``copy_``, views of the tensor see the new data, and autograd knows that it changed.
-
-        ``shards`` has for each box of the layout one host tensor of the layout's shard shape, the box's elements
-        first and padding after them; replicas of a box share it.
-        """
 
 
 def access_of(tensor: torch.Tensor) -> TensorAccess:
@@ -55,9 +28,7 @@ def access_of(tensor: torch.Tensor) -> TensorAccess:
 @lru_cache
 def _access(device_type: str) -> TensorAccess:
     if device_type == "xla":
-        from torch_xla_ckpt.device.xla import XlaAccess
-
-        return XlaAccess()
+        return lazy.xla.XlaAccess()
     from torch_xla_ckpt.device.host import HostAccess
 
     return HostAccess()
@@ -82,9 +53,7 @@ def require_target(tensor: torch.Tensor) -> None:
         CheckpointError: several of its elements share a place in memory, so that it cannot hold what was saved.
     """
     if tensor.device.type == "xla":
-        from torch_xla_ckpt.device import xla
-
-        overlaps = xla.overlaps_itself(tensor)
+        overlaps = lazy.xla.overlaps_itself(tensor)
     else:
         from torch_xla_ckpt.device import host
 
@@ -99,9 +68,7 @@ def require_target(tensor: torch.Tensor) -> None:
 def alias_of(tensor: torch.Tensor) -> Hashable:
     """An identity that tensors share if they are the same data in the same order, such as tied weights."""
     if tensor.device.type == "xla":
-        from torch_xla_ckpt.device import xla
-
-        return xla.alias_of(tensor)
+        return lazy.xla.alias_of(tensor)
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if type(tensor) is Snapshot or not local.numel():
         return id(tensor)
@@ -125,10 +92,8 @@ def require_place(place: Placement | None, shape: torch.Size) -> None:
         ValueError: a spec does not fit the mesh or the shape.
     """
     if isinstance(place, tuple):
-        from torch_xla_ckpt.device import xla
-
         mesh, spec = place
-        xla.require_spec(mesh, spec, shape)
+        lazy.xla.require_spec(mesh, spec, shape)
 
 
 def make(shape: torch.Size, dtype: torch.dtype, place: Placement | None) -> torch.Tensor:
@@ -145,21 +110,15 @@ def make(shape: torch.Size, dtype: torch.dtype, place: Placement | None) -> torc
     if place is None:
         return torch.empty(shape, dtype=dtype)
     if isinstance(place, tuple):
-        from torch_xla_ckpt.device import xla
-
         mesh, spec = place
-        return xla.make(shape, dtype, xla.op_sharding(mesh, spec, shape))
+        return lazy.xla.make(shape, dtype, lazy.xla.op_sharding(mesh, spec, shape))
     if not isinstance(place, torch.Tensor):
         device = torch.device(place)
         if device.type == "xla":
-            from torch_xla_ckpt.device import xla
-
-            return xla.make(shape, dtype, None)
+            return lazy.xla.make(shape, dtype, None)
         return torch.empty(shape, dtype=dtype, device=device)
     if place.device.type == "xla":
-        from torch_xla_ckpt.device import xla
-
-        return xla.make(shape, dtype, xla.op_sharding_of(place) if place.shape == shape else None)
+        return lazy.xla.make(shape, dtype, lazy.xla.op_sharding_of(place) if place.shape == shape else None)
     if isinstance(place, DTensor) and place.shape == shape:
         return torch.zeros_like(place, dtype=dtype, requires_grad=False)
     return torch.empty(shape, dtype=dtype, device=place.device)

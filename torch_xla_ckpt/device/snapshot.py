@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.layout import Box, TensorLayout
-
-
-class Copy(Protocol):
-    """The data of a snapshot, on the devices or in host memory."""
-
-    def layout(self) -> TensorLayout:
-        """What this process holds of it; waits until it is there."""
-
-    def fetch(self, part: int) -> Mapping[Box, torch.Tensor]:
-        """The data of each distinct box of a part, on the host."""
-
-    def host_bytes(self, part: int) -> int:
-        """What fetching a part adds to host memory, in bytes."""
+from torch_xla_ckpt.protocols import SnapshotData
 
 
 class HostCopy:
@@ -42,7 +30,7 @@ class HostCopy:
 
 
 class Snapshot(torch.Tensor):
-    """A tensor's shape and dtype, with its data in a ``Copy``. No operation can be applied to it.
+    """A tensor's shape and dtype, with its data in a ``SnapshotData``. No operation can be applied to it.
 
     Args:
         like: the tensor it is of.
@@ -51,16 +39,16 @@ class Snapshot(torch.Tensor):
     """
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, copy: Copy, check: Callable[[], None]) -> Snapshot:
+    def __new__(cls, like: torch.Tensor, copy: SnapshotData, check: Callable[[], None]) -> Snapshot:
         return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, like.shape, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
         )
 
-    def __init__(self, like: torch.Tensor, copy: Copy, check: Callable[[], None]):
-        self._copy: Copy | None = copy
+    def __init__(self, like: torch.Tensor, copy: SnapshotData, check: Callable[[], None]):
+        self._copy: SnapshotData | None = copy
         self._check = check
 
-    def data_or_raise(self) -> Copy:
+    def data_or_raise(self) -> SnapshotData:
         """The snapshot's data.
 
         Raises:
@@ -108,6 +96,6 @@ class SnapshotAccess:
         raise CheckpointError("nothing can be loaded into a snapshot")
 
 
-def _of(tensor: torch.Tensor) -> Copy:
+def _of(tensor: torch.Tensor) -> SnapshotData:
     assert isinstance(tensor, Snapshot)
     return tensor.data_or_raise()

@@ -250,7 +250,7 @@ class _Piece:
 
 
 class DeviceCopy:
-    """The ``Copy`` of one tensor, on the devices that hold the tensor; in pieces if it is large."""
+    """The ``SnapshotData`` of one tensor, on the devices that hold the tensor; in pieces if it is large."""
 
     def __init__(self, like: torch.Tensor, pieces: Sequence[_Piece], access: XlaAccess, settled: Callable[[], None]):
         self._shape = tuple(like.shape)

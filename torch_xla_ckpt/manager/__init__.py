@@ -11,4 +11,11 @@ from torch_xla_ckpt.manager.journal import History, Record
 from torch_xla_ckpt.manager.manager import CheckpointManager
 from torch_xla_ckpt.manager.retention import Verdict
 
-__all__ = ["CheckpointManager", "History", "Record", "Verdict", "keep", "when"]
+__all__ = [
+    "CheckpointManager",
+    "History",
+    "Record",
+    "Verdict",
+    "keep",
+    "when",
+]

@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from torch_xla_ckpt.manager.keep import Saved
-from torch_xla_ckpt.storage.manifest import Manifest
+from torch_xla_ckpt.storage import Manifest
 
 # Where a manifest's user metadata has what the manager was given.
 KEY = "torch_xla_ckpt.manager"

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from torch_xla_ckpt import forks
 from torch_xla_ckpt.manager.keep import now
 from torch_xla_ckpt.manager.steps import Steps
-from torch_xla_ckpt.storage.files import Folder
-from torch_xla_ckpt.storage.manifest import checksum
+from torch_xla_ckpt.protocols import Folder
+from torch_xla_ckpt.runtime import forks
+from torch_xla_ckpt.storage import checksum
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,9 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 
-from torch_xla_ckpt import api, forks
+from torch_xla_ckpt import api
 from torch_xla_ckpt.coordination import Processes
+from torch_xla_ckpt.device import lazy
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.manager import keep as keeping
 from torch_xla_ckpt.manager import when as saving
@@ -28,21 +29,19 @@ from torch_xla_ckpt.manager.facts import KEY
 from torch_xla_ckpt.manager.journal import History, Journal
 from torch_xla_ckpt.manager.keep import KeepLike, Saved
 from torch_xla_ckpt.manager.newest import Newest, Origin, origin_of
-from torch_xla_ckpt.manager.preemption import Terminated
+from torch_xla_ckpt.manager.preemption import SigtermListener
 from torch_xla_ckpt.manager.retention import Retention, Verdict
 from torch_xla_ckpt.manager.rng import Generators
 from torch_xla_ckpt.manager.saves import Call, UnderWay, Writer
 from torch_xla_ckpt.manager.steps import Steps
 from torch_xla_ckpt.manager.sweeps import Sweeps
 from torch_xla_ckpt.manager.when import WhenLike
-from torch_xla_ckpt.materialize import Sharding
-from torch_xla_ckpt.report import LoadReport
-from torch_xla_ckpt.restoring import restore
-from torch_xla_ckpt.staging import SPMDStager
-from torch_xla_ckpt.staging.upload import Upload
-from torch_xla_ckpt.storage import ShardReader
-from torch_xla_ckpt.storage.files import Folder
-from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, told_apart
+from torch_xla_ckpt.protocols import Folder
+from torch_xla_ckpt.reports import LoadReport
+from torch_xla_ckpt.restoring import Sharding, restore
+from torch_xla_ckpt.runtime import forks
+from torch_xla_ckpt.staging import SPMDStager, Upload
+from torch_xla_ckpt.storage import REQUEST_TIMEOUT, Location, ShardReader, told_apart
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +146,7 @@ class CheckpointManager:
         )
         self._retention = self._new_retention() if self._processes.rank == 0 else None
         last = self._processes.from_first(self._steps.latest, f"looking for the newest step of {self.base_path}")
-        self._terminated = Terminated()
+        self._terminated = SigtermListener()
         self._notice: Callable[[int], bool] | None = None
         self._noticed = False
         if chkpt_on_preemption:
@@ -593,10 +592,8 @@ class CheckpointManager:
     def _listen(self) -> None:
         """Begin to notice preemption. Whatever is in the way is logged: a manager must not fail for that."""
         if "torch_xla" in sys.modules:
-            from torch_xla_ckpt.device import xla
-
             try:
-                self._notice = xla.preemption_notice()
+                self._notice = lazy.xla.preemption_notice()
             except Exception as error:
                 logger.warning("torch_xla's preemption sync does not work here (%s); listening to SIGTERM", error)
         if self._notice is None:
@@ -643,10 +640,10 @@ class CheckpointManager:
 
     def _sight(self, token: str) -> tuple[str | None, str]:
         """Why this process does not see a file, None if it does; and the run's folder, as this process names it."""
-        return _blindness(self._steps.root, token), self._steps.location.identity
+        return _visibility_error(self._steps.root, token), self._steps.location.identity
 
 
-def _blindness(folder: Folder, token: str) -> str | None:
+def _visibility_error(folder: Folder, token: str) -> str | None:
     """Why this process does not see a file; None if it does. A file is asked for by name: a listing may lag."""
     try:
         folder.read(token)

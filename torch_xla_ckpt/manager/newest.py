@@ -18,7 +18,7 @@ from torch_xla_ckpt.errors import (
 )
 from torch_xla_ckpt.manager.journal import Journal
 from torch_xla_ckpt.manager.steps import Found, Steps
-from torch_xla_ckpt.storage.location import Location
+from torch_xla_ckpt.storage import Location
 
 logger = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ import weakref
 from types import FrameType
 from typing import Any
 
-from torch_xla_ckpt import forks
+from torch_xla_ckpt.runtime import forks
 
 logger = logging.getLogger(__name__)
 
 
-class Terminated:
+class SigtermListener:
     """Notes a SIGTERM instead of dying of it. The handler that was installed before is called too.
 
     All listeners of a process share one handler, a link in the chain of handlers. The handler goes with the last
@@ -74,15 +74,15 @@ class _Link:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    def listeners(self) -> list[Terminated]:
+    def listeners(self) -> list[SigtermListener]:
         return [listener for listener in list(_listeners) if listener.hears(self)]
 
 
-_listeners: weakref.WeakSet[Terminated] = weakref.WeakSet()
+_listeners: weakref.WeakSet[SigtermListener] = weakref.WeakSet()
 _masks = threading.local()  # the signal mask of a thread that forks
 
 
-def _installed(listener: Terminated) -> _Link:
+def _installed(listener: SigtermListener) -> _Link:
     """The link that ``listener`` hears SIGTERM through: the one that is installed, or a new one.
 
     Raises:

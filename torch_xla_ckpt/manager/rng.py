@@ -10,7 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torch_xla_ckpt.planner.ranks import RankState
+from torch_xla_ckpt.device import lazy
+from torch_xla_ckpt.state import RankState
 
 
 class Generators:
@@ -40,9 +41,7 @@ class Generators:
         np.random.set_state(own["numpy"])
         random.setstate(own["python"])
         if "xla" in own and "torch_xla" in sys.modules:
-            from torch_xla_ckpt.device import xla
-
-            xla.set_seed(own["xla"])
+            lazy.xla.set_seed(own["xla"])
 
 
 def _state() -> dict[str, Any]:
@@ -52,7 +51,5 @@ def _state() -> dict[str, Any]:
         "python": random.getstate(),
     }
     if "torch_xla" in sys.modules:
-        from torch_xla_ckpt.device import xla
-
-        state["xla"] = xla.seed()
+        state["xla"] = lazy.xla.seed()
     return state

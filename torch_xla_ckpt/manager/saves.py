@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torch_xla_ckpt import forks
 from torch_xla_ckpt.manager.retention import Retention
+from torch_xla_ckpt.runtime import forks
 from torch_xla_ckpt.storage import ShardWriter
 
 

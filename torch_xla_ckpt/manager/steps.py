@@ -18,19 +18,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from torch_xla_ckpt import forks
-from torch_xla_ckpt.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    IncompleteCheckpointError,
-    UnsafeObjectError,
-)
+from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError, UnsafeObjectError
 from torch_xla_ckpt.manager.facts import KEY, Facts, facts_of
 from torch_xla_ckpt.manager.keep import Saved
-from torch_xla_ckpt.storage import commit
-from torch_xla_ckpt.storage.files import Folder, Window, open_folder
-from torch_xla_ckpt.storage.location import Location
-from torch_xla_ckpt.storage.metadata import METADATA
+from torch_xla_ckpt.protocols import Folder, Window
+from torch_xla_ckpt.runtime import forks
+from torch_xla_ckpt.serialization import METADATA
+from torch_xla_ckpt.storage import Location, commit, open_folder
 
 __all__ = ["KEY", "Found", "Steps"]
 

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from torch_xla_ckpt import _dcp, forks
+from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.coordination import Processes
 from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.runtime import forks
 
 logger = logging.getLogger(__name__)
 

@@ -17,25 +17,16 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.utils import _pytree as pytree
 
 from torch_xla_ckpt import _dcp
-from torch_xla_ckpt._gc import without_collector
-from torch_xla_ckpt.device import Placement, TensorAccess, access_of, alias_of, data_changed, make
-from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
+from torch_xla_ckpt.device import Placement, access_of, alias_of, data_changed, make
+from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError, Mismatch
 from torch_xla_ckpt.layout import Box, ChunkIndex, Flaw, covers_exactly, find_flaws
-from torch_xla_ckpt.planner.buffers import Buffers
-from torch_xla_ckpt.planner.match import (
-    LOADED,
-    Mismatch,
-    match,
-    merged,
-    mismatch_error,
-    paths_of,
-    unexpected_mismatches,
-)
-from torch_xla_ckpt.planner.objects import AllowedType, decode
+from torch_xla_ckpt.planner.match import LOADED, match, merged, mismatch_error, paths_of, unexpected_mismatches
 from torch_xla_ckpt.planner.policy import Dtype, Missing, Policy, Rename, Unexpected
-from torch_xla_ckpt.planner.shards import LaidOut, lay_out, require_targets
-from torch_xla_ckpt.planner.tree import Growth, Leaf, Path, flatten
-from torch_xla_ckpt.report import Outcome
+from torch_xla_ckpt.protocols import TensorAccess
+from torch_xla_ckpt.reports import Outcome
+from torch_xla_ckpt.runtime import without_collector
+from torch_xla_ckpt.serialization import AllowedType, decode
+from torch_xla_ckpt.state import Buffers, Leaf, Path, StateDictEditor, TensorHandle, flatten, lay_out, require_targets
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +123,7 @@ class SPMDLoadPlanner(LoadPlanner):
         saved = metadata.state_dict_metadata
         self._leaves = flatten(state_dict, whole={k for k, md in saved.items() if isinstance(md, BytesStorageMetadata)})
         paths = paths_of(metadata)
-        self._growth = Growth(state_dict, lambda path: _is_optimizer_state(path, paths))
+        self._growth = StateDictEditor(state_dict, lambda path: _is_optimizer_state(path, paths))
         found = match(state_dict, self._leaves, self._growth, metadata, self._policy)
         self._metadata = metadata
         self._match = found
@@ -280,7 +271,7 @@ class SPMDLoadPlanner(LoadPlanner):
         with self._lock:
             return self._targets[read_item.dest_index.fqn].adopt(read_item.dest_index, tensor)
 
-    def host_bytes(self, key: str) -> int:
+    def buffer_bytes(self, key: str) -> int:
         """Bytes of host memory that a tensor's buffers take until it is complete."""
         if self._targets[key].needs_no_buffer:
             return 0
@@ -308,7 +299,7 @@ class SPMDLoadPlanner(LoadPlanner):
 class _Target:
     """A tensor being loaded: one host buffer for each distinct box, until all have arrived."""
 
-    def __init__(self, held: LaidOut, buffers: Buffers):
+    def __init__(self, held: TensorHandle, buffers: Buffers):
         self.held = held
         self._pool = buffers
         self.boxes = held.layout.boxes

@@ -4,44 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.nn.parameter import is_lazy
 
-from torch_xla_ckpt.errors import CheckpointError, MismatchError
+from torch_xla_ckpt.errors import CheckpointError, Mismatch, MismatchError, MismatchKind
 from torch_xla_ckpt.planner.policy import Policy, unwrapped
-from torch_xla_ckpt.planner.ranks import RankState, misfits
-from torch_xla_ckpt.planner.tree import MAX_DEPTH, Growth, Leaf, Path, is_placeholder
-from torch_xla_ckpt.report import STATUSES, Outcome
+from torch_xla_ckpt.reports import STATUSES, Outcome
+from torch_xla_ckpt.serialization import MAX_DEPTH
+from torch_xla_ckpt.state import Leaf, Path, RankState, StateDictEditor, is_placeholder, misfits
 
 Saved = TensorStorageMetadata | BytesStorageMetadata
 LOADED = Outcome("loaded")  # one for all of the many keys that simply fit
 _QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
-Kind = Literal["missing", "shape", "type", "dtype", "unexpected", "ranks"]
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """A key for which target and checkpoint do not fit each other.
-
-    ``kind`` is "missing" (the checkpoint lacks the key), "shape", "type" (one is a tensor, the other is not), "dtype"
-    or "unexpected" (the target lacks it), these two only where the policy says so, or "ranks" (a ``PerRank`` was saved
-    by another number of ranks). ``target`` and ``saved`` say what each side has.
-    """
-
-    key: str
-    kind: Kind
-    target: str
-    saved: str
-
-    def __str__(self) -> str:
-        if self.kind == "missing":
-            return f"{self.key}: target has {self.target}, missing from the checkpoint"
-        if self.kind == "unexpected":
-            return f"{self.key}: checkpoint has {self.saved}, missing from the target"
-        return f"{self.key}: target has {self.target}, checkpoint has {self.saved}"
 
 
 @dataclass
@@ -66,7 +43,11 @@ class Match:
 
 
 def match(
-    state_dict: Mapping[Any, Any], leaves: Mapping[str, Leaf], growth: Growth, metadata: Metadata, policy: Policy
+    state_dict: Mapping[Any, Any],
+    leaves: Mapping[str, Leaf],
+    growth: StateDictEditor,
+    metadata: Metadata,
+    policy: Policy,
 ) -> Match:
     """Compare a target with what was saved.
 
@@ -273,7 +254,7 @@ def _add(found: Match, key: str, leaf: Leaf, source: str, saved: Saved, policy: 
         found.outcomes[key] = Outcome("loaded", other)
 
 
-def _compare(leaf: Leaf, saved: Saved, policy: Policy) -> Kind | None:
+def _compare(leaf: Leaf, saved: Saved, policy: Policy) -> MismatchKind | None:
     if leaf.is_tensor != isinstance(saved, TensorStorageMetadata):
         return "type"
     if isinstance(saved, TensorStorageMetadata):

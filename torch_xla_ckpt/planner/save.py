@@ -23,14 +23,23 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem
 
 from torch_xla_ckpt import _dcp
-from torch_xla_ckpt._gc import without_collector
-from torch_xla_ckpt.device import TensorAccess, access_of
+from torch_xla_ckpt.device import access_of
 from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
 from torch_xla_ckpt.layout import Box, Claim, assign, covers_exactly, find_flaws
-from torch_xla_ckpt.planner.digest import digest
-from torch_xla_ckpt.planner.objects import Encoded, Item, decode, encode
-from torch_xla_ckpt.planner.shards import LaidOut, ShardSource, compact, lay_out, require_savable
-from torch_xla_ckpt.planner.tree import MAX_DEPTH, Leaf, Path, flatten
+from torch_xla_ckpt.protocols import TensorAccess
+from torch_xla_ckpt.runtime import without_collector
+from torch_xla_ckpt.serialization import MAX_DEPTH, Encoded, Item, decode, encode
+from torch_xla_ckpt.state import (
+    Leaf,
+    Path,
+    ShardSource,
+    TensorHandle,
+    compact,
+    digest,
+    flatten,
+    lay_out,
+    require_savable,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +88,7 @@ class SPMDSavePlanner(SavePlanner):
     def __init__(self, *, access: Callable[[torch.Tensor], TensorAccess] = access_of):
         self._access_of = access
         self._leaves: dict[str, Leaf] = {}
-        self._tensors: dict[str, LaidOut] = {}
+        self._tensors: dict[str, TensorHandle] = {}
         self._source = ShardSource({})
         self._needs: dict[str, frozenset[str]] = {}
         self._unresolved = 0
@@ -250,7 +259,7 @@ def _box(item: WriteItem) -> Box:
     return _dcp.box_of(item.tensor_data.chunk)
 
 
-def _offers(key: str, held: LaidOut) -> list[WriteItem]:
+def _offers(key: str, held: TensorHandle) -> list[WriteItem]:
     """One item for each distinct box; a tensor without elements is recorded as one empty chunk."""
     layout = held.layout
     whole = Box.whole(layout.shape)

@@ -6,5 +6,10 @@ planner's and the storage's business, as in any other save.
 """
 
 from torch_xla_ckpt.staging.stager import AsyncSave, SPMDStager
+from torch_xla_ckpt.staging.upload import Upload
 
-__all__ = ["AsyncSave", "SPMDStager"]
+__all__ = [
+    "AsyncSave",
+    "SPMDStager",
+    "Upload",
+]

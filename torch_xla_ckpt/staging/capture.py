@@ -9,20 +9,16 @@ import logging
 import pathlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from torch_xla_ckpt.device import HostCopy, Snapshot, TensorAccess
+from torch_xla_ckpt.device import HostCopy, Snapshot, lazy
 from torch_xla_ckpt.layout import Box
-from torch_xla_ckpt.planner.buffers import Buffers
-from torch_xla_ckpt.planner.objects import Encoded, encode
-from torch_xla_ckpt.planner.shards import LaidOut, lay_out, require_savable
-from torch_xla_ckpt.planner.tree import Leaf, flatten, key_of, mapped
-from torch_xla_ckpt.timeline import Timeline
-
-if TYPE_CHECKING:
-    from torch_xla_ckpt.device.xla import KeptCopies
+from torch_xla_ckpt.protocols import TensorAccess
+from torch_xla_ckpt.reports import Timeline
+from torch_xla_ckpt.serialization import Encoded, encode
+from torch_xla_ckpt.state import Buffers, Leaf, TensorHandle, flatten, key_of, lay_out, mapped, require_savable
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +81,7 @@ class Capture:
         self._reuse_buffers = reuse_buffers
         self._buffers = Buffers()
         self._fetched: dict[str, Mapping[Box, torch.Tensor]] = {}
-        self._kept: KeptCopies | None = None
+        self._kept: lazy.xla.KeptCopies | None = None
         self._access_of = access
 
     def take(self, state_dict: Mapping[Any, Any], check: Callable[[], None], timeline: Timeline) -> Captured:
@@ -140,9 +136,7 @@ class Capture:
             return Choice("host", "mode='host'"), {}
         if not tensors:
             return Choice("host", "nothing in the state lies on XLA devices"), {}
-        from torch_xla_ckpt.device import xla
-
-        sizes = {key: xla.copied_bytes(t) for key, t in tensors.items() if xla.can_be_copied(t)}
+        sizes = {key: lazy.xla.copied_bytes(t) for key, t in tensors.items() if lazy.xla.can_be_copied(t)}
         total = sum(sizes.values())
         if self._mode == "auto":
             room = self._limit if self._limit is not None else self._room()
@@ -171,22 +165,18 @@ class Capture:
 
     def _room(self) -> int | None:
         """Bytes that a copy may take on each device: free ones, and those that are kept from the last copy."""
-        from torch_xla_ckpt.device import xla
-
-        free = xla.memory_left()
+        free = lazy.xla.memory_left()
         return free if free is None or self._kept is None else free + self._kept.nbytes
 
     def _on_devices(self, tensors: Mapping[str, torch.Tensor], check: Callable[[], None]) -> dict[str, Snapshot]:
-        from torch_xla_ckpt.device import xla
-
         access = self._access_of(next(iter(tensors.values())))  # they are all of one kind
-        assert isinstance(access, xla.XlaAccess)
-        if self._kept is None and self._reuse_buffers and xla.keeps_copies():
-            self._kept = xla.KeptCopies()
-        copies = xla.copy_on_devices(list(tensors.values()), access, self._part_bytes, self._kept)
+        assert isinstance(access, lazy.xla.XlaAccess)
+        if self._kept is None and self._reuse_buffers and lazy.xla.keeps_copies():
+            self._kept = lazy.xla.KeptCopies()
+        copies = lazy.xla.copy_on_devices(list(tensors.values()), access, self._part_bytes, self._kept)
         return {key: Snapshot(t, copy, check) for (key, t), copy in zip(tensors.items(), copies)}
 
-    def _host_copy(self, key: str, held: LaidOut) -> HostCopy:
+    def _host_copy(self, key: str, held: TensorHandle) -> HostCopy:
         if held.tensor.device.type == "cpu":
             fetched = held.access.fetch(held.tensor, held.layout)
             return HostCopy(held.layout, {box: self._copy(data) for box, data in fetched.items()})

@@ -18,14 +18,16 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torch_xla_ckpt import _dcp, forks
-from torch_xla_ckpt.device import TensorAccess, access_of
+from torch_xla_ckpt import _dcp
+from torch_xla_ckpt.device import access_of
 from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.protocols import TensorAccess
+from torch_xla_ckpt.reports import Timeline
+from torch_xla_ckpt.runtime import forks
 from torch_xla_ckpt.staging.capture import Capture, Choice, Mode
 from torch_xla_ckpt.staging.peers import Peers
 from torch_xla_ckpt.staging.upload import Save, Staged, Upload
-from torch_xla_ckpt.storage.location import Location, PathLike
-from torch_xla_ckpt.timeline import Timeline
+from torch_xla_ckpt.storage import Location, PathLike
 
 logger = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from torch_xla_ckpt import _dcp, forks
+from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.device import Snapshot
 from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.runtime import forks
 from torch_xla_ckpt.staging.peers import Peers
-from torch_xla_ckpt.storage import turns
-from torch_xla_ckpt.storage.location import Location, PathLike
+from torch_xla_ckpt.storage import Location, PathLike, path_lock
 
 
 class Upload(Future):  # type: ignore[type-arg]
@@ -134,7 +134,7 @@ class Save:
         self._before = before
         self._worded = worded
         self._begin: Callable[[], None] | None = begin
-        self._turn = turns.Turn()
+        self._turn = path_lock.Turn()
         self._attached = threading.Event()
         self._ended = threading.Event()
 

@@ -4,8 +4,27 @@ This room knows nothing of meshes and devices, and works without torch_xla. Noth
 ``docs/format.md`` specifies what lies on disk.
 """
 
+from torch_xla_ckpt.storage import commit, path_lock
+from torch_xla_ckpt.storage.folders import open_folder
+from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, told_apart
+from torch_xla_ckpt.storage.manifest import Manifest, checksum
 from torch_xla_ckpt.storage.reader import ReadStats, ShardReader
 from torch_xla_ckpt.storage.verify import VerifyReport, verify
 from torch_xla_ckpt.storage.writer import ShardWriter
 
-__all__ = ["ReadStats", "ShardReader", "ShardWriter", "VerifyReport", "verify"]
+__all__ = [
+    "REQUEST_TIMEOUT",
+    "Location",
+    "Manifest",
+    "PathLike",
+    "ReadStats",
+    "ShardReader",
+    "ShardWriter",
+    "VerifyReport",
+    "checksum",
+    "commit",
+    "open_folder",
+    "path_lock",
+    "told_apart",
+    "verify",
+]

@@ -32,10 +32,11 @@ from torch_xla_ckpt.errors import (
     ReplacedCheckpointError,
     UnsafeObjectError,
 )
-from torch_xla_ckpt.storage.files import NOT_A_FILE, TRANSIT, Entry, FileChanged, Folder, NotAFile, Version
+from torch_xla_ckpt.protocols import Entry, Folder, Version
+from torch_xla_ckpt.serialization import METADATA, read_metadata
+from torch_xla_ckpt.storage.files import NOT_A_FILE, TRANSIT, FileChanged, NotAFile
 from torch_xla_ckpt.storage.lease import Lease, ended, lease_name, living
 from torch_xla_ckpt.storage.manifest import Manifest, checksum
-from torch_xla_ckpt.storage.metadata import METADATA, read_metadata
 
 logger = logging.getLogger(__name__)
 

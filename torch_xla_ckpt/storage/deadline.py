@@ -13,7 +13,7 @@ from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, ParamSpec, TypeVar
 
-from torch_xla_ckpt import forks
+from torch_xla_ckpt.runtime import forks
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -15,11 +15,11 @@ from typing import IO, cast
 import torch
 
 from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.protocols import Bytes
 
 ALIGNMENT = 64
 """Items start at multiples of this in their file; torch keeps the tensor's bytes aligned to it within an item."""
 
-Bytes = bytes | memoryview
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 

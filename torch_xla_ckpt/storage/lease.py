@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from torch_xla_ckpt import forks
 from torch_xla_ckpt.errors import CheckpointError
-from torch_xla_ckpt.storage.files import Entry, Folder
+from torch_xla_ckpt.protocols import Entry, Folder
+from torch_xla_ckpt.runtime import forks
 
 logger = logging.getLogger(__name__)
 

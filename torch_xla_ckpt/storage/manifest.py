@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CheckpointError
-from torch_xla_ckpt.storage.frame import ALIGNMENT, Bytes
+from torch_xla_ckpt.protocols import Bytes
+from torch_xla_ckpt.storage.frame import ALIGNMENT
 
 BLOCK = 4 << 20
 """Bytes that share a checksum, counted from the start of each item."""

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 
 from torch_xla_ckpt import _dcp
-from torch_xla_ckpt._gc import without_collector
 from torch_xla_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -33,10 +32,12 @@ from torch_xla_ckpt.errors import (
     ReplacedCheckpointError,
     UnsafeObjectError,
 )
-from torch_xla_ckpt.serialization import restricted
-from torch_xla_ckpt.serialization.machine import Refused
+from torch_xla_ckpt.protocols import Folder, LoadSink, Window
+from torch_xla_ckpt.runtime import without_collector
+from torch_xla_ckpt.serialization import Refused, restricted
 from torch_xla_ckpt.storage.commit import Committed, committed, metadata_name, version_of
-from torch_xla_ckpt.storage.files import NOT_A_FILE, TRANSIT, Folder, NotAFile, Window, open_folder
+from torch_xla_ckpt.storage.files import NOT_A_FILE, TRANSIT, NotAFile
+from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, told_apart
 from torch_xla_ckpt.storage.manifest import BLOCK, TINY, Manifest, Stored, checksum, foreign
 from torch_xla_ckpt.storage.progress import Progress
@@ -53,20 +54,6 @@ _ADOPT_BYTES = 64 << 10
 
 # Types to copy bits with, by size; numpy lacks many of torch's.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@runtime_checkable
-class Adopting(Protocol):
-    """A planner that can take a tensor as it was read, instead of having it copied into a buffer.
-
-    ``resolve_tensor`` and ``adopt`` are called from several threads, while another commits.
-    """
-
-    def adopt(self, read_item: ReadItem, tensor: torch.Tensor) -> bool:
-        """Take the memory of ``tensor`` for what ``read_item`` asks for, or decline."""
-
-    def host_bytes(self, key: str) -> int:
-        """What loading the tensor adds to host memory until it is committed, in bytes."""
 
 
 @dataclass
@@ -250,7 +237,7 @@ class ShardReader(StorageReader):
         )
 
     def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        adopting = planner if isinstance(planner, Adopting) else None
+        adopting = planner if isinstance(planner, LoadSink) else None
         groups = _groups(plan.items, self._metadata, adopting)
         self.stats.bytes_needed += sum(piece.needed for group in groups for piece in group.pieces)
         work = _Reading(self._folder, planner, adopting, self._verify, self.stats)
@@ -382,7 +369,7 @@ class _Ready(NamedTuple):
 
 
 @without_collector
-def _groups(items: Sequence[ReadItem], metadata: Metadata, adopting: Adopting | None) -> list[_Group]:
+def _groups(items: Sequence[ReadItem], metadata: Metadata, adopting: LoadSink | None) -> list[_Group]:
     """What the plan asks for, by key, in the order in which it lies in the files."""
     groups: dict[str, _Group] = {}
     shapes: dict[str, dict[torch.Size | None, torch.Size]] = {}
@@ -392,7 +379,7 @@ def _groups(items: Sequence[ReadItem], metadata: Metadata, adopting: Adopting | 
         group = groups.get(key)
         if group is None:
             is_tensor = item.type is LoadItemType.TENSOR
-            group = groups[key] = _Group(is_tensor, adopting.host_bytes(key) if adopting and is_tensor else 0)
+            group = groups[key] = _Group(is_tensor, adopting.buffer_bytes(key) if adopting and is_tensor else 0)
         place = key, item.storage_index
         piece = pieces.get(place)
         if piece is None:
@@ -444,7 +431,7 @@ def _jobs(groups: Sequence[_Group], remote: bool) -> Iterator[_Job]:
 class _Reading:
     """One ``read_data``."""
 
-    def __init__(self, folder: Folder, planner: LoadPlanner, adopting: Adopting | None, verify: bool, stats: ReadStats):
+    def __init__(self, folder: Folder, planner: LoadPlanner, adopting: LoadSink | None, verify: bool, stats: ReadStats):
         self._folder = folder
         self._planner = planner
         self._adopting = adopting

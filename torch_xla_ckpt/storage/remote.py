@@ -18,13 +18,13 @@ import fsspec
 import numpy as np
 from fsspec.asyn import sync
 
-from torch_xla_ckpt import forks
 from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.protocols import Bytes, Entry, Version, Window
+from torch_xla_ckpt.runtime import forks
+from torch_xla_ckpt.serialization import METADATA
 from torch_xla_ckpt.storage.deadline import GivenUp, RequestTimeout, call_within
-from torch_xla_ckpt.storage.files import Entry, FileChanged, Version, Window, check_inside
-from torch_xla_ckpt.storage.frame import Bytes
+from torch_xla_ckpt.storage.files import FileChanged, check_inside
 from torch_xla_ckpt.storage.location import Location
-from torch_xla_ckpt.storage.metadata import METADATA
 
 logger = logging.getLogger(__name__)
 

@@ -16,12 +16,13 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, Damage, ReplacedCheckpointError
 from torch_xla_ckpt.layout import Box, covers_exactly, find_flaws
-from torch_xla_ckpt.serialization.archive import Archive, ArchiveError
+from torch_xla_ckpt.protocols import Folder, Window
+from torch_xla_ckpt.serialization import METADATA, Archive, ArchiveError
 from torch_xla_ckpt.storage.commit import Committed, committed, version_of
-from torch_xla_ckpt.storage.files import NOT_A_FILE, TRANSIT, Folder, NotAFile, Window, open_folder
+from torch_xla_ckpt.storage.files import NOT_A_FILE, TRANSIT, NotAFile
+from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.location import Location
 from torch_xla_ckpt.storage.manifest import Stored, checksum, foreign
-from torch_xla_ckpt.storage.metadata import METADATA
 from torch_xla_ckpt.storage.progress import Progress
 from torch_xla_ckpt.storage.ranges import MAX_GAP
 

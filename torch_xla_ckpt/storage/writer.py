@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata as distributions
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -29,18 +29,19 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from torch_xla_ckpt import _dcp, forks
-from torch_xla_ckpt._gc import without_collector
+from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
-from torch_xla_ckpt.storage import commit, turns
-from torch_xla_ckpt.storage.files import Folder, Sink, open_folder
-from torch_xla_ckpt.storage.frame import Bytes, item_of
+from torch_xla_ckpt.protocols import Bytes, Folder, SaveSource, Sink
+from torch_xla_ckpt.reports import Timeline
+from torch_xla_ckpt.runtime import forks, without_collector
+from torch_xla_ckpt.serialization import pickled_metadata
+from torch_xla_ckpt.storage import commit, path_lock
+from torch_xla_ckpt.storage.folders import open_folder
+from torch_xla_ckpt.storage.frame import item_of
 from torch_xla_ckpt.storage.lease import Holder
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, told_apart
 from torch_xla_ckpt.storage.manifest import BLOCK, TINY, Manifest, Stored, check_user_metadata, checksum, padded
-from torch_xla_ckpt.storage.metadata import pickled_metadata
 from torch_xla_ckpt.storage.progress import Progress
-from torch_xla_ckpt.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -50,20 +51,6 @@ _BATCH_BYTES = 4 << 20
 _BATCH_ITEMS = 256
 # Below this, an item is put together in memory and written with its neighbours.
 _SMALL = 256 << 10
-
-
-@runtime_checkable
-class Describing(Protocol):
-    """A planner that knows more about its tensors than DCP asks for."""
-
-    def part(self, item: WriteItem) -> int:
-        """Which part of its tensor the item's data comes with: parts are brought to the host one by one."""
-
-    def host_bytes(self, key: str, part: int) -> int:
-        """What asking for a part of the tensor adds to host memory, in bytes."""
-
-    def sharding(self, key: str) -> str:
-        """The tensor's sharding, for people."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +143,7 @@ class ShardWriter(StorageWriter):
         self._own_rank = None if kwargs.get("use_collectives", True) else kwargs.get("rank")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        turns.wait_for(self.location)
+        path_lock.wait_for(self.location)
         self._folder.make()
         self._nonce = commit.new_save_id()
         return replace(plan, storage_data=_Here(self._nonce, self.location.identity))
@@ -493,7 +480,7 @@ def _batches(
     items: Sequence[WriteItem], planner: SavePlanner, budget: _Budget, timeline: Timeline
 ) -> Iterator[list[_Job]]:
     """The items' data, in the plan's order, as the budget has room for it."""
-    describing = planner if isinstance(planner, Describing) else None
+    describing = planner if isinstance(planner, SaveSource) else None
     batch: list[_Job] = []
     waiting = 0
 

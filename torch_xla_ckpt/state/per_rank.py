@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torch_xla_ckpt.errors import CheckpointError
-from torch_xla_ckpt.planner.ranks import RankState, Resize
+from torch_xla_ckpt.state.ranks import RankState, Resize
 
 T = TypeVar("T")
 

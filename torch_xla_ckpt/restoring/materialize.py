@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_xla_ckpt.device import make
+from torch_xla_ckpt.device import lazy, make
 from torch_xla_ckpt.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -66,11 +66,9 @@ class Plan:
 
     def _require_specs(self, held: Sequence[_Held]) -> None:
         for one in held:
-            from torch_xla_ckpt.device import xla
-
             mesh, spec = self._specs[id(one.tensor)]
             try:
-                xla.require_spec(mesh, spec, one.tensor.shape)
+                lazy.xla.require_spec(mesh, spec, one.tensor.shape)
             except ValueError as error:
                 raise CheckpointError(f"sharding= does not fit {one.name!r}: {error}. Nothing was changed") from error
 
@@ -86,10 +84,8 @@ class Plan:
         if self._resets:
             _without_random_numbers(self._resets, self._on_xla)
         for one in self._there:
-            from torch_xla_ckpt.device import xla
-
-            if not xla.is_cut(one.tensor):
-                xla.mark(one.tensor, *self._specs[id(one.tensor)])
+            if not lazy.xla.is_cut(one.tensor):
+                lazy.xla.mark(one.tensor, *self._specs[id(one.tensor)])
         if self._mark is not None and not _is_cut(self._model):
             self._mark(self._model)
 
@@ -113,9 +109,7 @@ class Plan:
             return make(tensor.shape, tensor.dtype, spec or device)
         moved = tensor.detach().to(device)
         if spec:
-            from torch_xla_ckpt.device import xla
-
-            xla.mark(moved, *spec)
+            lazy.xla.mark(moved, *spec)
         return moved
 
 
@@ -214,22 +208,18 @@ def _without_random_numbers(resets: Sequence[Callable[[], object]], on_xla: bool
         guards.enter_context(torch.random.fork_rng(devices=[]))
         guards.enter_context(torch.no_grad())
         if on_xla:
-            from torch_xla_ckpt.device import xla
-
-            guards.enter_context(xla.same_seed())
+            guards.enter_context(lazy.xla.same_seed())
         for reset in resets:
             reset()
         if on_xla:
-            xla.XlaAccess().settle()  # what is still to be computed cannot be marked otherwise
+            lazy.xla.XlaAccess().settle()  # what is still to be computed cannot be marked otherwise
 
 
 def _is_cut(model: torch.nn.Module) -> bool:
     """Whether a module on devices has been sharded; if not, it may be."""
-    from torch_xla_ckpt.device import xla
-
     tensors = [*model.parameters(), *model.buffers()]
-    if any(xla.is_cut(tensor) for tensor in tensors):
+    if any(lazy.xla.is_cut(tensor) for tensor in tensors):
         return True
     for tensor in tensors:
-        xla.forget_replication(tensor)
+        lazy.xla.forget_replication(tensor)
     return False

@@ -1,4 +1,4 @@
-"""Who writes where: saves to one place take turns.
+"""Who writes where: saves to one place take path_lock.
 
 This is the one thing that all saves of a program share. A save that is called while another one runs in the background
 knows the path they have in common, and nothing else of it.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from torch_xla_ckpt import forks
+from torch_xla_ckpt.runtime import forks
 from torch_xla_ckpt.storage.location import Location
 
 logger = logging.getLogger(__name__)

@@ -11,13 +11,14 @@ from typing import NamedTuple
 
 import torch
 
-from torch_xla_ckpt.device import Snapshot, TensorAccess, require_target
+from torch_xla_ckpt.device import Snapshot, require_target
 from torch_xla_ckpt.device import access_of as _access_of
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.layout import Box, TensorLayout
+from torch_xla_ckpt.protocols import TensorAccess
 
 
-class LaidOut(NamedTuple):
+class TensorHandle(NamedTuple):
     """A tensor of a state dict with its layout and the way to its data."""
 
     tensor: torch.Tensor
@@ -50,7 +51,7 @@ class LaidOut(NamedTuple):
 
 def lay_out(
     tensors: Mapping[str, torch.Tensor], access_of: Callable[[torch.Tensor], TensorAccess]
-) -> dict[str, LaidOut]:
+) -> dict[str, TensorHandle]:
     """Layouts of tensors, after all pending computation has been awaited.
 
     Raises:
@@ -63,7 +64,7 @@ def lay_out(
     laid_out = {}
     for key, tensor in tensors.items():
         try:
-            laid_out[key] = LaidOut(tensor, accesses[key].layout(tensor), accesses[key])
+            laid_out[key] = TensorHandle(tensor, accesses[key].layout(tensor), accesses[key])
         except CheckpointError as error:
             raise CheckpointError(f"{key!r}: {error}") from error
     return laid_out
@@ -114,7 +115,7 @@ class ShardSource:
     them, as the device runtime offers no less, and let go when every box that was announced has been served.
     """
 
-    def __init__(self, tensors: Mapping[str, LaidOut]):
+    def __init__(self, tensors: Mapping[str, TensorHandle]):
         self._tensors = tensors
         self._announced: Counter[tuple[str, int]] = Counter()
         self._fetched: dict[tuple[str, int], Mapping[Box, torch.Tensor]] = {}

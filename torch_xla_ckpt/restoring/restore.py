@@ -24,14 +24,24 @@ from torch_xla_ckpt.errors import (
     ReplacedCheckpointError,
     UnsafeObjectError,
 )
-from torch_xla_ckpt.materialize import Plan, Sharding
-from torch_xla_ckpt.optimizer_state import SavedState, require_own_state
-from torch_xla_ckpt.planner.load import Place, copy_into
-from torch_xla_ckpt.planner.match import match, mismatch_error, paths_of, unexpected_mismatches
-from torch_xla_ckpt.planner.objects import AllowedType
-from torch_xla_ckpt.planner.policy import Dtype, Missing, Policy, Rename, Unexpected
-from torch_xla_ckpt.planner.tree import Closed, Growth, Path, flatten
-from torch_xla_ckpt.report import LoadReport
+from torch_xla_ckpt.planner import (
+    Dtype,
+    Missing,
+    Place,
+    Policy,
+    Rename,
+    Unexpected,
+    copy_into,
+    match,
+    mismatch_error,
+    paths_of,
+    unexpected_mismatches,
+)
+from torch_xla_ckpt.reports import LoadReport
+from torch_xla_ckpt.restoring.materialize import Plan, Sharding
+from torch_xla_ckpt.restoring.optimizer_state import SavedState, require_own_state
+from torch_xla_ckpt.serialization import AllowedType
+from torch_xla_ckpt.state import Closed, Path, StateDictEditor, flatten
 from torch_xla_ckpt.storage import ShardReader
 
 logger = logging.getLogger(__name__)
@@ -345,7 +355,7 @@ def _require_fit(metadata: Metadata, keys: _Keys, model: torch.nn.Module, policy
     """
     target = keys.nested(model)
     leaves = flatten(target)
-    found = match(target, leaves, Growth(target), metadata, policy)
+    found = match(target, leaves, StateDictEditor(target), metadata, policy)
     mismatches = dict.fromkeys(found.mismatches, ())
     if policy.unexpected == "error":
         mismatches |= dict.fromkeys(unexpected_mismatches(found.outcomes, metadata), ())
@@ -481,7 +491,7 @@ def _optimizer_target(
     state: dict[Any, Any] = {name: {} for name in slots if str(name) in with_state}
     target = {"state": state, "param_groups": groups}
     created = {part.key for part in parts if part.existing(optimizer) is None}
-    Growth(target).insert((part.path[1:], part.value(optimizer)) for part in parts)
+    StateDictEditor(target).insert((part.path[1:], part.value(optimizer)) for part in parts)
     return target, created
 
 

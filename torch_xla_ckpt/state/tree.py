@@ -15,14 +15,10 @@ import torch
 
 from torch_xla_ckpt._dcp import IntegerKey
 from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.serialization import MAX_DEPTH
 
 Path = tuple[str | int, ...]
 """Elements of a key: positions in lists are integers, keys of mappings are strings."""
-
-MAX_DEPTH = 400
-"""Levels of containers in a state dict that can be saved, and in one object of it that can always be saved.
-
-Python's pickle recurses twice for each level of lists and dicts, and Python allows 1,000 calls by default."""
 
 _DIGITS = 4000  # Python makes no longer integers from text
 
@@ -134,7 +130,7 @@ def is_placeholder(value: Any) -> bool:
     return value is None or (type(value) is list and not value)
 
 
-class Growth:
+class StateDictEditor:
     """Values to be put where a state dict has nothing; all that was done can be undone.
 
     Args:

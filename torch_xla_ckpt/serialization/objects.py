@@ -17,10 +17,14 @@ from typing import Any
 import torch
 
 from torch_xla_ckpt.errors import CheckpointError, UnsafeObjectError
-from torch_xla_ckpt.planner.tree import MAX_DEPTH
 from torch_xla_ckpt.serialization.machine import Refused
 from torch_xla_ckpt.serialization.restricted import AllowedType as AllowedType
 from torch_xla_ckpt.serialization.restricted import load, not_harmless
+
+MAX_DEPTH = 400
+"""Levels of containers in a state dict that can be saved, and in one object of it that can always be saved.
+
+Python's pickle recurses twice for each level of lists and dicts, and Python allows 1,000 calls by default."""
 
 
 class Item(io.BytesIO):

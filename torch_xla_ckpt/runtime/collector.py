@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from torch_xla_ckpt import forks
+from torch_xla_ckpt.runtime import forks
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

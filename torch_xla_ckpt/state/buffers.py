@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_xla_ckpt import forks
+from torch_xla_ckpt.runtime import forks
 
 # Smaller buffers are cheap to get.
 _LEAST_BYTES = 1 << 20

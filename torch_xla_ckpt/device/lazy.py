@@ -1,0 +1,22 @@
+"""The one door to everything that imports torch_xla.
+
+``lazy.xla`` is the module ``device/xla.py``. It is imported when the attribute is first used, so that programs without
+XLA tensors need no torch_xla.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch_xla_ckpt.device import xla as xla
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name != "xla":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module("torch_xla_ckpt.device.xla")
+    globals()["xla"] = module  # the next use finds it without this function
+    return module

@@ -1,0 +1,30 @@
+"""TODO"""
+
+from torch_xla_ckpt.state.buffers import Buffers
+from torch_xla_ckpt.state.digest import digest
+from torch_xla_ckpt.state.per_rank import PerRank
+from torch_xla_ckpt.state.ranks import RankState, misfits
+from torch_xla_ckpt.state.shards import ShardSource, TensorHandle, compact, lay_out, require_savable, require_targets
+from torch_xla_ckpt.state.tree import Closed, Leaf, Path, StateDictEditor, flatten, is_placeholder, key_of, mapped
+
+__all__ = [
+    "Buffers",
+    "Closed",
+    "Leaf",
+    "Path",
+    "PerRank",
+    "RankState",
+    "ShardSource",
+    "StateDictEditor",
+    "TensorHandle",
+    "compact",
+    "digest",
+    "flatten",
+    "is_placeholder",
+    "key_of",
+    "lay_out",
+    "mapped",
+    "misfits",
+    "require_savable",
+    "require_targets",
+]

@@ -1,0 +1,20 @@
+"""Choose the folder for a location: local or remote."""
+
+from __future__ import annotations
+
+from torch_xla_ckpt.protocols import Folder
+from torch_xla_ckpt.storage.files import LocalFolder
+from torch_xla_ckpt.storage.location import Location
+from torch_xla_ckpt.storage.remote import RemoteFolder
+
+
+def open_folder(location: Location, *, sync: bool = True) -> Folder:
+    """Return the folder at a location.
+
+    Args:
+        location: where it lies.
+        sync: whether what is written must survive a power failure (local files; object stores always do).
+    """
+    if location.is_local:
+        return LocalFolder(location.path, sync)
+    return RemoteFolder(location)
