@@ -1,12 +1,10 @@
-"""Eight virtual CPU devices, set up before torch_xla is imported."""
-
-import os
-
-os.environ.setdefault("PJRT_DEVICE", "CPU")
-os.environ.setdefault("CPU_NUM_DEVICES", "8")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+"""Eight virtual CPU devices, set up before torch_xla is imported, and settings for property tests."""
 
 from hypothesis import HealthCheck, settings
+
+from support import devices
+
+devices.set_up()
 
 # No deadline: the first example of a property pays for compiling. Derandomised: CI fails on what was changed.
 settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

@@ -1,0 +1,94 @@
+"""An exact cover is recognised, and what is missing or doubled is found, however the boxes are cut."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.boxes import array, boxes_in, count, shapes, tilings
+from torch_xla_ckpt.layout import Box, covers_exactly, find_flaws
+
+
+@given(tilings())
+def test_every_tiling_is_a_cover(tiling):
+    whole, pieces = tiling
+    assert covers_exactly(whole, array(pieces, len(whole.sizes)))
+    assert find_flaws(whole, array(pieces, len(whole.sizes))) == ()
+
+
+@given(tilings(), st.data())
+def test_a_missing_piece_is_found_where_it_lies(tiling, data):
+    whole, pieces = tiling
+    lost = data.draw(st.sampled_from(pieces))
+    rest = array([piece for piece in pieces if piece is not lost], len(whole.sizes))
+    assert not covers_exactly(whole, rest)
+    flaws = find_flaws(whole, rest, limit=10_000)
+    assert {flaw.kind for flaw in flaws} == {"missing"}
+    assert (count(whole.sizes, [flaw.box for flaw in flaws]) == count(whole.sizes, [lost])).all()
+
+
+@given(tilings(), st.data())
+def test_a_doubled_region_is_found_where_it_lies(tiling, data):
+    whole, pieces = tiling
+    more = data.draw(boxes_in(whole.sizes).filter(lambda box: box.volume))
+    doubled = array([*pieces, more], len(whole.sizes))
+    assert not covers_exactly(whole, doubled)
+    flaws = find_flaws(whole, doubled, limit=10_000)
+    assert {flaw.kind for flaw in flaws} == {"doubled"}
+    assert (count(whole.sizes, [flaw.box for flaw in flaws]) == count(whole.sizes, [more])).all()
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_any_set_of_boxes_is_judged_as_counting_elements_would(data):
+    shape = data.draw(shapes())
+    boxes = data.draw(st.lists(boxes_in(shape), max_size=6))
+    held = count(shape, boxes)
+    assert covers_exactly(Box.whole(shape), array(boxes, len(shape))) == bool((held == 1).all())
+    flaws = find_flaws(Box.whole(shape), array(boxes, len(shape)), limit=10_000)
+    missing = count(shape, [flaw.box for flaw in flaws if flaw.kind == "missing"])
+    doubled = count(shape, [flaw.box for flaw in flaws if flaw.kind == "doubled"])
+    assert (missing == (held == 0)).all()
+    assert (doubled == (held > 1)).all()
+
+
+def test_equal_volume_does_not_hide_a_hole():
+    """One half twice has the volume of the whole."""
+    half = Box((0, 0), (2, 4))
+    assert not covers_exactly(Box.whole((4, 4)), array([half, half], 2))
+
+
+def test_a_box_that_leaves_the_tensor_is_named():
+    boxes = array([Box((0,), (6,))], 1)
+    assert not covers_exactly(Box.whole((4,)), boxes)
+    (flaw,) = find_flaws(Box.whole((4,)), boxes)
+    assert (flaw.kind, flaw.box) == ("outside", Box((0,), (6,)))
+
+
+@pytest.mark.parametrize("boxes, exact", [([], False), ([Box((), ())], True), ([Box((), ())] * 2, False)])
+def test_a_scalar_needs_exactly_one_chunk(boxes, exact):
+    assert covers_exactly(Box.whole(()), array(boxes, 0)) is exact
+
+
+def test_a_tensor_too_large_for_one_index_is_judged_exactly():
+    """The corners' flat index leaves 63 bits: the other way of sorting them."""
+    n = 2**40
+    quarters = [Box((a * n, b * n), (n, n)) for a, b in itertools.product((0, 1), repeat=2)]
+    assert covers_exactly(Box.whole((2 * n, 2 * n)), array(quarters, 2))
+    assert not covers_exactly(Box.whole((2 * n, 2 * n)), array(quarters[:3], 2))
+    (flaw,) = find_flaws(Box.whole((2 * n, 2 * n)), array(quarters[:3], 2))
+    assert flaw.box == quarters[3]
+
+
+def test_a_region_that_does_not_start_at_zero():
+    region = Box((2, 3), (2, 2))
+    parts = [Box((2, 3), (1, 2)), Box((3, 3), (1, 2))]
+    assert covers_exactly(region, array(parts, 2))
+    assert find_flaws(region, array(parts[:1], 2))[0].box == parts[1]
+
+
+@pytest.mark.parametrize("offsets, sizes", [((0,), (1, 2)), ((-1,), (2,)), ((0,), (-2,))])
+def test_impossible_boxes_cannot_be_built(offsets, sizes):
+    with pytest.raises(ValueError, match="box"):
+        Box(offsets, sizes)

@@ -1,0 +1,134 @@
+"""What others do to a checkpoint's folder while it is written: removed, copied, moved, and four ranks in one bucket."""
+
+import shutil
+import threading
+
+import pytest
+import torch
+
+import torch_xla_ckpt as xc
+from support.s3 import Saving, Server, host_state
+
+OLD, NEW = 1.0, 2.0
+
+
+def state(value):
+    return {f"t{n}": torch.full((1000,), value) for n in range(8)} | {"value": value}
+
+
+def held(path):
+    """The one value of all of a checkpoint."""
+    found = state(0.0)
+    xc.load(found, path)
+    values = {float(v) for key, tensor in found.items() if key != "value" for v in tensor.unique()} | {found["value"]}
+    assert len(values) == 1, f"parts of two checkpoints: {values}"
+    return values.pop()
+
+
+class Meddled(xc.ShardWriter):
+    """Calls ``meddle`` at a point of its save."""
+
+    def __init__(self, path, point, meddle):
+        super().__init__(path, sync=False)
+        self.point, self.meddle = point, meddle
+
+    def prepare_global_plan(self, plans):
+        found = super().prepare_global_plan(plans)
+        self._meddle("planned")
+        return found
+
+    def write_data(self, plan, planner):
+        done = super().write_data(plan, planner)
+        self._meddle("written")
+        return done
+
+    def _meddle(self, point):
+        if point == self.point:
+            self.meddle()
+
+
+@pytest.mark.parametrize("point", ["planned", "written"])
+@pytest.mark.parametrize("how", [shutil.rmtree, lambda path: path.rename(path.with_name("moved"))])
+def test_a_folder_that_goes_away_during_a_save_fails_the_save_and_the_next_one_works(tmp_path, point, how):
+    path = tmp_path / "c"
+    xc.save(state(OLD), path)
+    with pytest.raises(xc.CheckpointError):
+        xc.save(state(NEW), storage_writer=Meddled(path, point, lambda: how(path)))
+    if (tmp_path / "moved").exists():
+        assert held(tmp_path / "moved") == OLD
+    xc.save(state(NEW), path)
+    assert held(path) == NEW
+
+
+@pytest.mark.parametrize("point", ["planned", "written"])
+@pytest.mark.parametrize("old", [False, True])
+def test_a_copy_made_during_a_save_is_the_old_checkpoint_or_none(tmp_path, point, old):
+    path, copy = tmp_path / "c", tmp_path / "copy"
+    if old:
+        xc.save(state(OLD), path)
+    xc.save(state(NEW), storage_writer=Meddled(path, point, lambda: shutil.copytree(path, copy)))
+    if old:
+        assert held(copy) == OLD and xc.verify(copy).ok
+    else:
+        with pytest.raises(xc.CheckpointError, match="there is no checkpoint"):
+            held(copy)
+    xc.save(state(3.0), copy)
+    assert held(copy) == 3.0
+
+
+def test_a_copy_made_of_a_run_that_goes_on_is_whole_or_told_to_be_damaged(tmp_path):
+    """File by file, while saves replace each other: what was copied in part must not load as if it were whole."""
+    path = tmp_path / "c"
+    xc.save(state(0.5), path)
+    ended = threading.Event()
+
+    def save_on():
+        for number in range(60):
+            xc.save(state(float(number + 1)), path, sync=False)
+        ended.set()
+
+    saving = threading.Thread(target=save_on)
+    saving.start()
+    seen = {"whole": 0, "told": 0}
+    while not ended.is_set():
+        copy = tmp_path / f"copy{sum(seen.values())}"
+        copy.mkdir()
+        for file in sorted(path.iterdir()):
+            try:
+                shutil.copy(file, copy)
+            except FileNotFoundError:
+                continue
+        try:
+            held(copy)
+            seen["whole"] += 1
+        except xc.CheckpointError:
+            seen["told"] += 1
+    saving.join()
+    assert sum(seen.values()) > 0 and held(path) == 60.0
+
+
+def test_a_link_to_itself_does_not_make_a_folder_unusable(tmp_path):
+    path, run = tmp_path / "c", tmp_path / "run"
+    xc.save(state(OLD), path)
+    (path / "self").symlink_to("self")
+    xc.save(state(NEW), path)
+    assert held(path) == NEW and xc.verify(path).ok
+    with xc.CheckpointManager(run, save_interval=1) as manager:
+        manager.save(1, state(OLD))
+    (run / "notes").symlink_to("notes")
+    with xc.CheckpointManager(run, save_interval=1) as manager:
+        manager.save(2, state(NEW))
+        assert manager.all_steps() == [1, 2]
+
+
+def test_four_ranks_save_into_one_bucket(tmp_path):
+    with Server() as server, server.bucket("four-ranks") as bucket:
+        url = "s3://four-ranks/run/c"
+        for attempt, seed in enumerate((0, 20)):
+            rendezvous = str(tmp_path / f"rendezvous{attempt}")
+            assert Saving(url, server.options, seed, world=4, rendezvous=rendezvous).said(120) == [""] * 4
+        saved = {f"rank{rank}.{key}": value for rank in range(4) for key, value in host_state(20 + rank).items()}
+        found = {key: torch.zeros_like(value) for key, value in saved.items()}
+        xc.load(found, storage_reader=xc.ShardReader(url, storage_options=server.options))
+        assert all(torch.equal(found[key], value) for key, value in saved.items())
+        assert not [key for key in bucket.objects() if "lease" in key]

@@ -1,0 +1,153 @@
+"""What the hosts of manager/test_several_processes.py do. Each function runs in every process of a group."""
+
+import logging
+import os
+import random
+import signal
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torch_xla_ckpt as xc
+
+warnings.filterwarnings("ignore")
+
+
+def state(n, rank=0):
+    return {"t": torch.full((20,), float(n)), "n": n, f"own{rank}": rank * 100 + n}
+
+
+def gathered(value):
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def steps_and_decisions_agree(rank, world, folder):
+    path = Path(folder) / "run"
+    own = random.Random(rank)
+    with xc.CheckpointManager(path, keep=xc.keep.Latest(2), when=xc.when.Every(seconds=0.1)) as manager:
+        taken = []
+        for step in range(60):
+            threading.Event().wait(own.random() * 0.01)
+            dist.barrier()  # of the training loop
+            if (manager.save if step % 3 == 0 else manager.save_async)(step, state(step, rank), metrics={"loss": step}):
+                taken.append(step)
+        manager.wait()
+        dist.barrier()
+        assert 2 <= len(taken) < 40 and gathered(taken) == [taken] * world
+        assert gathered(manager.all_steps()) == [taken[-2:]] * world
+        assert gathered(manager.best_step("loss")) == [taken[-2]] * world
+        assert [one.step for one in manager.history()] == taken
+        target = state(-1, rank)
+        assert gathered(manager.restore_latest(target)) == [taken[-1]] * world
+        assert target["n"] == taken[-1] and target[f"own{rank}"] == rank * 100 + taken[-1]
+
+
+def a_damaged_step_is_skipped_by_all(rank, world, folder):
+    path = Path(folder) / "damaged"
+    with xc.CheckpointManager(path, 1) as manager:
+        for step in range(3):
+            manager.save(step, {**state(step), f"large{rank}": torch.rand(1000)})
+        dist.barrier()
+        if rank == 0:  # in what only the last rank reads
+            (data,) = (path / "2").glob(f"__{world - 1}_0-*.distcp")
+            content = bytearray(data.read_bytes())
+            content[len(content) // 2] ^= 1
+            data.write_bytes(content)
+        dist.barrier()
+        target = {**state(-1), f"large{rank}": torch.zeros(1000)}
+        assert gathered(manager.restore_latest(target)) == [1] * world
+        assert target["n"] == 1 and target["t"].eq(1).all() and gathered(manager.all_steps()) == [[0, 1]] * world
+        with pytest.raises(xc.CheckpointError, match="there is no step 7"):
+            manager.restore(7, target)
+
+
+def folders_of_their_own(rank, world, folder):
+    path = Path(folder) / (f"disk{rank}" if rank else "disk0")
+    ranks = ", ".join(map(str, range(1, world)))
+    with pytest.raises(xc.CheckpointError, match=rf"ranks {ranks} do not see what rank 0 .* one shared folder"):
+        xc.CheckpointManager(path, 1)
+
+
+def a_folder_that_rank_0_cannot_write(rank, world, folder):
+    path = Path(folder) / "file"
+    if rank == 0:
+        path.write_text("")
+    dist.barrier()
+    with pytest.raises(xc.CheckpointError, match="cannot be written"):
+        xc.CheckpointManager(path / "run", 1)
+
+
+def one_is_told_to_end(rank, world, folder):
+    """One process gets SIGTERM; all save the same step once, and know."""
+    path = Path(folder) / "preempted"
+    with xc.CheckpointManager(path, 1000) as manager:
+        taken, reached = [], []
+        for step in range(1, 12):
+            if step == 4 and rank == world - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if manager.save_async(step, state(step)):
+                taken.append(step)
+            if manager.reached_preemption(step):
+                reached.append(step)
+                break
+        assert gathered((taken, reached)) == [([5], [5])] * world  # what is told at 4 is known at 5
+    dist.barrier()
+    with xc.CheckpointManager(path, 1000) as manager:
+        assert manager.all_steps() == [5]
+
+
+def random_generators_are_each_processes_own(rank, world, folder):
+    path = Path(folder) / "rng"
+    torch.manual_seed(rank)
+    torch.rand(3 + rank)
+    with xc.CheckpointManager(path, 1, rng=True) as manager:
+        manager.save(1, {"n": 1})
+        drawn = torch.rand(2)
+        torch.manual_seed(99)
+        assert manager.restore_latest({"n": 0}) == 1
+        assert torch.equal(torch.rand(2), drawn)
+    assert len({tuple(one.tolist()) for one in gathered(drawn)}) == world
+
+
+def what_fails_on_one_is_raised_on_all(rank, world, folder):
+    path = Path(folder) / "fails"
+    manager = xc.CheckpointManager(path, 1)
+    manager.save(1, state(1))
+    write = xc.ShardWriter.write_data
+    if rank == world - 1:
+        xc.ShardWriter.write_data = full
+    manager.save_async(2, state(2, rank))
+    with pytest.raises(xc.CheckpointError, match=f"rank {world - 1}: OSError: no space left"):
+        manager.wait()
+    xc.ShardWriter.write_data = write
+    dist.barrier()
+    assert manager.all_steps() == [1]
+    manager.save(3, state(3))
+    manager.close()
+
+
+def full(self, plan, planner):
+    raise OSError("no space left on device")
+
+
+def all_scenarios(rank, world, folder):
+    """In one start of the processes."""
+    logging.getLogger("torch_xla_ckpt").setLevel(logging.ERROR)
+    for scenario in (
+        steps_and_decisions_agree,
+        a_damaged_step_is_skipped_by_all,
+        folders_of_their_own,
+        a_folder_that_rank_0_cannot_write,
+        one_is_told_to_end,
+        random_generators_are_each_processes_own,
+        what_fails_on_one_is_raised_on_all,
+    ):
+        scenario(rank, world, folder)
+        dist.barrier()
+        print(f"{scenario.__name__} passed", flush=True)
