@@ -16,7 +16,7 @@ import torch_xla_ckpt as xc
 from support.async_saves import DTYPES, agree, layouts, loaded, start
 from support.meshes import mesh, put, random_bits, settle
 from support.training import Training, compiled, on_host
-from torch_xla_ckpt.device import access_of, memory, xla
+from torch_xla_ckpt.device import access_of, xla
 from torch_xla_ckpt.staging import capture as capturing
 from torch_xla_ckpt.staging.capture import Capture
 
@@ -65,15 +65,6 @@ def test_auto_without_options_copies_on_virtual_devices_that_have_room(tmp_path)
     agree(loaded(tmp_path / "c"), on_host(state))
 
 
-def test_what_virtual_devices_have_left_is_their_share_of_the_hosts_available_memory():
-    before = memory.available()
-    left = xla.memory_left()
-    after = memory.available()
-    assert left is not None
-    low, high = sorted((before, after))
-    assert 0.7 * low <= left * 8 <= 0.8 * high
-
-
 def test_auto_takes_the_host_when_a_copy_is_larger_than_the_memory_left(tmp_path, monkeypatch):
     state = {"t": put(torch.rand(2048, 2048), mesh((8,)), None)}  # replicated: 16 MiB on each of eight devices
     for left, mode in ((16 * MIB, "device"), (16 * MIB - 1, "host")):
@@ -92,48 +83,6 @@ def test_memory_that_is_kept_for_the_next_copy_counts_as_free(monkeypatch):
     captured = taken(capture, state)
     assert captured.choice.mode == "device"
     agree({"0": assembled(captured.snapshots[0])}, on_host(state))
-
-
-@pytest.mark.parametrize(
-    ("membership", "files", "expected"),
-    [
-        ("0::/a/b\n", {"a/b/memory.max": "max", "a/b/memory.current": "5"}, 1000 * 1024),
-        ("0::/a/b\n", {"a/b/memory.max": "900", "a/b/memory.current": "300"}, 600),
-        ("0::/a/b\n", {"a/memory.max": "900", "a/memory.current": "300", "a/memory.stat": "inactive_file 100\n"}, 700),
-        ("0::/elsewhere\n", {"memory.max": "900", "memory.current": "300"}, 600),
-        ("0::/\n", {"memory.max": "900", "memory.current": "950"}, 0),
-        (
-            "5:cpu:/x\n4:memory:/a\n0::/\n",
-            {
-                "memory/a/memory.limit_in_bytes": "900",
-                "memory/a/memory.usage_in_bytes": "400",
-                "memory/a/memory.stat": "cache 7\ntotal_inactive_file 100\n",
-                "memory/memory.limit_in_bytes": "9223372036854771712",
-                "memory/memory.usage_in_bytes": "5",
-            },
-            600,
-        ),
-        ("", {}, 1000 * 1024),
-    ],
-)
-def test_limits_of_the_cgroups_of_a_container_bound_what_is_available(
-    tmp_path, monkeypatch, membership, files, expected
-):
-    (tmp_path / "meminfo").write_text("MemTotal: 2000 kB\nMemFree: 10 kB\nMemAvailable: 1000 kB\n")
-    (tmp_path / "cgroup").write_text(membership)
-    for name, text in files.items():
-        path = tmp_path / "fs" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
-    monkeypatch.setattr(memory, "_MEMORY", tmp_path / "meminfo")
-    monkeypatch.setattr(memory, "_MEMBERSHIP", tmp_path / "cgroup")
-    monkeypatch.setattr(memory, "_CGROUPS", tmp_path / "fs")
-    assert memory.available() == expected
-
-
-def test_a_system_that_reports_no_memory_is_not_guessed_at(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "_MEMORY", tmp_path / "nothing here")
-    assert memory.available() is None and xla.memory_left() is None
 
 
 def test_devices_that_report_nothing_are_warned_about_once_with_what_to_set(tmp_path, monkeypatch, caplog):
