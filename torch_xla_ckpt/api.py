@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.coordination import Processes
 from torch_xla_ckpt.errors import ReplacedCheckpointError
-from torch_xla_ckpt.planner import Dtype, Missing, Place, Rename, SPMDLoadPlanner, SPMDSavePlanner, Unexpected
+from torch_xla_ckpt.planner import Dtype, Missing, Place, Rename, Shape, SPMDLoadPlanner, SPMDSavePlanner, Unexpected
 from torch_xla_ckpt.reports import LoadReport, Timeline
 from torch_xla_ckpt.runtime import without_collector
 from torch_xla_ckpt.serialization import AllowedType
@@ -148,6 +148,7 @@ def load(
     missing: Missing = "error",
     unexpected: Unexpected = "restore",
     dtype: Dtype = "cast",
+    shape: Shape = "error",
     rename: Rename | None = None,
     only: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
@@ -167,7 +168,7 @@ def load(
         state_dict: the target. Its tensors are overwritten in place and keep their sharding. Saved keys that it lacks
             are inserted.
         path: the checkpoint's folder, a local path or an fsspec URL. Needed unless ``storage_reader`` has a path.
-        missing, unexpected, dtype, rename, only, exclude, placement, allow_types, trust_pickle: the policy for
+        missing, unexpected, dtype, shape, rename, only, exclude, placement, allow_types, trust_pickle: the policy for
             differences between target and checkpoint; see ``SPMDLoadPlanner``.
         verify, progress: see ``ShardReader``, which has further options. Without effect if ``storage_reader`` is given.
         storage_options: options of fsspec's filesystem for a URL, for example credentials. Default: none.
@@ -200,6 +201,7 @@ def load(
             missing=missing,
             unexpected=unexpected,
             dtype=dtype,
+            shape=shape,
             rename=rename,
             only=only,
             exclude=exclude,

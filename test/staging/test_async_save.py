@@ -24,9 +24,9 @@ from support.async_saves import DTYPES, agree, layouts, loaded, start
 from support.meshes import mesh, put, random_bits, same_bits, settle, spec_of
 from support.training import Training, compiled, on_host
 from torch_xla_ckpt.device import Snapshot, access_of, xla
+from torch_xla_ckpt.staging import Upload
 from torch_xla_ckpt.staging.capture import Capture
 from torch_xla_ckpt.staging.dcp_async import StagedState
-from torch_xla_ckpt.staging import Upload
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

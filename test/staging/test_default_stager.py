@@ -48,7 +48,7 @@ def test_the_next_save_raises_an_error_that_nobody_read(tmp_path, monkeypatch):
     writer = xc.ShardWriter(tmp_path / "c")
     monkeypatch.setattr(writer, "write_data", full)
     xc.async_save({"n": 1}, storage_writer=writer)
-    with pytest.raises(xc.CheckpointError, match="an earlier async save failed: .*no space left on device"):
+    with pytest.raises(xc.CheckpointError, match=r"an earlier async save failed: .*no space left on device"):
         xc.async_save({"n": 2}, tmp_path / "c")
     xc.async_save({"n": 3}, tmp_path / "c").result(60)
     assert value_of(tmp_path / "c") == 3
