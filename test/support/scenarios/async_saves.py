@@ -273,7 +273,7 @@ def async_saves_without_a_stager(rank, world, folder):
     if rank == 1:
         writer.write_data = full
     xc.async_save({"t": torch.ones(3)}, storage_writer=writer)
-    with pytest.raises(xc.CheckpointError, match="an earlier async save failed: rank 1: OSError: no space left"):
+    with pytest.raises(xc.CheckpointError, match=r"an earlier async save failed: .*rank 1: OSError: no space left"):
         xc.async_save({"t": torch.ones(3)}, path)
     found = {"t": torch.zeros(3)}
     dcp.load(found, checkpoint_id=path, no_dist=True)
