@@ -77,4 +77,6 @@ def host(rank, world, rendezvous, scenario, folder):
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     modules = (save_load, async_saves, manager, per_rank)
     getattr(next(module for module in modules if hasattr(module, scenario)), scenario)(rank, world, folder)
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
