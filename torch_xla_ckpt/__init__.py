@@ -12,7 +12,7 @@ from torch_xla_ckpt.errors import (
     ReplacedCheckpointError,
     UnsafeObjectError,
 )
-from torch_xla_ckpt.manager import CheckpointManager, keep, when
+from torch_xla_ckpt.manager import CheckpointManager, History, Verdict, keep, when
 from torch_xla_ckpt.planner import SPMDLoadPlanner, SPMDSavePlanner
 from torch_xla_ckpt.reports import LoadReport, Outcome, Span, Timeline
 from torch_xla_ckpt.restoring import prime_optimizer, restore
@@ -28,6 +28,7 @@ __all__ = [
     "ConcurrentSaveError",
     "CorruptCheckpointError",
     "Damage",
+    "History",
     "IncompleteCheckpointError",
     "LoadReport",
     "Mismatch",
@@ -43,6 +44,7 @@ __all__ = [
     "Span",
     "Timeline",
     "UnsafeObjectError",
+    "Verdict",
     "VerifyReport",
     "async_save",
     "keep",
