@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,45 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from torch_xla_ckpt.layout import Box
-
 COLOURS = matplotlib.color_sequences["Set2"]
 CHUNKS: dict[str, Any] = {"color": "darkred", "linestyle": "--", "linewidth": 1.4}
 # One tensor that is tiled in both dimensions, and one that leaves an axis of the mesh to replicas.
 DRAWN = ("model.model.layers.0.mlp.down_proj.weight", "model.model.embed_tokens.weight")
 
 
-def draw_losses(losses: Mapping[str, Mapping[int, float]], saved_after: int, tolerance: float, path: Path) -> None:
-    """The loss curves, and below them how far the resumed ones are from the first, which was not interrupted.
+@dataclass(frozen=True)
+class Region:
+    """A rectangle of a matrix.
 
     Args:
-        losses: by mesh and step, counted from 1; nats per byte.
-        saved_after: the step after which the checkpoint was saved.
-        tolerance: the largest difference that is allowed.
-        path: of the PNG.
+        top, left: the first row and the first column.
+        rows, columns: the size.
+    """
+
+    top: int
+    left: int
+    rows: int
+    columns: int
+
+    def __str__(self) -> str:
+        return f"[{self.top}:{self.top + self.rows}, {self.left}:{self.left + self.columns}]"
+
+    def intersect(self, other: Region) -> Region | None:
+        """Return the common part of two regions; None if they have none."""
+        top, left = max(self.top, other.top), max(self.left, other.left)
+        rows = min(self.top + self.rows, other.top + other.rows) - top
+        columns = min(self.left + self.columns, other.left + other.columns) - left
+        return Region(top, left, rows, columns) if rows > 0 and columns > 0 else None
+
+
+def draw_losses(losses: Mapping[str, Mapping[int, float]], saved_after: int, tolerance: float, path: Path) -> None:
+    """Draw the loss curves, and below them the differences between the resumed runs and the uninterrupted run.
+
+    Args:
+        losses: losses in nats per byte, by mesh and step; steps are counted from 1, the first mesh is uninterrupted.
+        saved_after: the number of steps before the checkpoint.
+        tolerance: the largest difference that is allowed, in nats per byte.
+        path: the PNG file to write.
     """
     (whole, full), *resumed = losses.items()
     figure = Figure(figsize=(9, 6.5), layout="constrained")
@@ -36,7 +60,7 @@ def draw_losses(losses: Mapping[str, Mapping[int, float]], saved_after: int, tol
     for (mesh, curve), colour, marker in zip(resumed, ("tab:blue", "tab:red"), ("o", "x")):
         look = {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1}
         upper.plot(list(curve), list(curve.values()), **look, label=f"resumed on {pretty(mesh)}")
-        # A logarithmic axis has no place for zero: equal losses lie on its floor.
+        # A logarithmic axis has no zero, so equal losses are drawn at its lower end.
         lower.plot(list(curve), [max(abs(loss - full[step]), 1e-8) for step, loss in curve.items()], **look)
     for axes in (upper, lower):
         axes.axvline(saved_after + 0.5, color="0.4", linestyle=":")
@@ -53,11 +77,11 @@ def draw_losses(losses: Mapping[str, Mapping[int, float]], saved_after: int, tol
 
 
 def draw_boxes(layouts: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Where the pieces of two tensors lie on each mesh.
+    """Draw the boxes of two tensors on each mesh.
 
     Args:
-        layouts: by mesh and key; the first mesh is the one that saved.
-        path: of the PNG.
+        layouts: layouts by mesh and key; the first mesh saved the checkpoint.
+        path: the PNG file to write.
     """
     saved_on = next(iter(layouts))
     figure = Figure(figsize=(5 * len(layouts), 9), layout="constrained")
@@ -71,7 +95,7 @@ def draw_boxes(layouts: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     for axes in grid[-1]:
         axes.set_xlabel("dimension 1")
     meaning = [
-        Patch(facecolor=COLOURS[0], edgecolor="black", label="box: what a device holds of the tensor"),
+        Patch(facecolor=COLOURS[0], edgecolor="black", label="box: the region of the tensor that a device holds"),
         Patch(facecolor=COLOURS[0], edgecolor="white", hatch="//", label="box with replicas on several devices"),
         Line2D([], [], **CHUNKS, label="border of a saved chunk"),
     ]
@@ -81,47 +105,46 @@ def draw_boxes(layouts: Mapping[str, Mapping[str, Any]], path: Path) -> None:
 
 
 def draw_tensor(axes: Axes, layout: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """One tensor's boxes, and over them the borders of the chunks it was saved in."""
+    """Draw one tensor's boxes, and over them the borders of its saved chunks."""
     height, width = layout["shape"]
     chunks = holders(saved)
     for number, (box, devices) in enumerate(holders(layout).items()):
-        (top, left), (rows, columns) = box.offsets, box.sizes
         hatch = "//" if len(devices) > 1 else None
         fill: dict[str, Any] = {"facecolor": COLOURS[number % len(COLOURS)], "edgecolor": "white", "hatch": hatch}
-        axes.add_patch(Rectangle((left, top), columns, rows, **fill))
-        axes.add_patch(Rectangle((left, top), columns, rows, fill=False, edgecolor="black", linewidth=1.8))
-        # In the middle of one saved chunk's part, where no border runs through the words.
-        label(axes, box, devices, next(part for part in map(box.intersect, chunks) if part), columns < width / 3)
-    # Each border once: dashes drawn twice fill each other's gaps.
+        axes.add_patch(Rectangle((box.left, box.top), box.columns, box.rows, **fill))
+        axes.add_patch(
+            Rectangle((box.left, box.top), box.columns, box.rows, fill=False, edgecolor="black", linewidth=1.8)
+        )
+        # Write in the middle of a part that lies in one saved chunk, so that no border crosses the text.
+        label(axes, box, devices, next(part for part in map(box.intersect, chunks) if part), box.columns < width / 3)
+    # Draw each border once: dashes drawn twice fill each other's gaps.
     for ends in {end for chunk in chunks for end in borders(chunk)}:
         axes.plot(*zip(*ends), **CHUNKS)
     axes.set(xlim=(0, width), ylim=(height, 0), xticks=[0, width], yticks=[0, height])
 
 
-def label(axes: Axes, box: Box, devices: Sequence[str], place: Box, narrow: bool) -> None:
-    """Write a box's devices and ranges in the middle of ``place``."""
-    (top, left), (rows, columns) = place.offsets, place.sizes
+def label(axes: Axes, box: Region, devices: Sequence[str], middle_of: Region, narrow: bool) -> None:
+    """Write a box's devices and ranges into the middle of a region."""
     text = f"device{'s' * (len(devices) > 1)} {', '.join(devices)}  {box}"
     if narrow:
         text = text.replace("  ", "\n").replace(", ", ",\n")
     ground = {"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 1.5}
-    where = left + columns / 2, top + rows / 2
+    where = middle_of.left + middle_of.columns / 2, middle_of.top + middle_of.rows / 2
     axes.text(*where, text, ha="center", va="center", fontsize=8, bbox=ground, zorder=3)
 
 
-def holders(layout: Mapping[str, Any]) -> dict[Box, list[str]]:
-    """The devices that hold each distinct box."""
-    devices: dict[Box, list[str]] = {}
+def holders(layout: Mapping[str, Any]) -> dict[Region, list[str]]:
+    """Return the devices that hold each distinct box."""
+    devices: dict[Region, list[str]] = {}
     for shard in layout["shards"]:
-        box = Box(tuple(shard["offsets"]), tuple(shard["sizes"]))
+        box = Region(*shard["offsets"], *shard["sizes"])
         devices.setdefault(box, []).append(shard["device"].removeprefix("CPU:"))
     return devices
 
 
-def borders(box: Box) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """The four sides of a box as pairs of (x, y)."""
-    (top, left), (rows, columns) = box.offsets, box.sizes
-    bottom, right = top + rows, left + columns
+def borders(box: Region) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Yield the four sides of a box as pairs of (x, y)."""
+    top, left, bottom, right = box.top, box.left, box.top + box.rows, box.left + box.columns
     yield (left, top), (right, top)
     yield (left, bottom), (right, bottom)
     yield (left, top), (left, bottom)
@@ -129,4 +152,5 @@ def borders(box: Box) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
 
 
 def pretty(mesh: str) -> str:
+    """Return a mesh's name for people: "4 x 2" for "4x2"."""
     return mesh.replace("x", " x ")

@@ -1,7 +1,6 @@
-"""Digests of a state dict, by which processes that share no code path compare what they hold.
+"""Digests of a state dict, with which processes that share no code path compare their states.
 
-Needs torch alone: the plain process of the demo runs it in an environment that has neither torch_xla nor
-torch_xla_ckpt.
+This module needs only torch. The demo also runs it in an environment that has neither torch_xla nor torch_xla_ckpt.
 """
 
 from __future__ import annotations
@@ -16,19 +15,18 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 
 def digests(state: Mapping[str, Any]) -> dict[str, str]:
-    """A digest of every leaf of ``state``, by the key that DCP gives it."""
+    """Return a digest of every leaf of ``state``, by DCP's key."""
     flat, _ = flatten_state_dict(dict(state))
     return {key: digest(value) for key, value in flat.items()}
 
 
 def digest(value: object) -> str:
-    """SHA-256 of a tensor's dtype, global shape and bytes; of an object's ``repr``."""
+    """Return the SHA-256 of a tensor's dtype, global shape and bytes, or of an object's ``repr``."""
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(value)
     if not isinstance(value, torch.Tensor):
         return hashlib.sha256(repr(value).encode()).hexdigest()
-    # From a sharded XLA tensor ``.cpu()`` assembles the global one. That is the runtime's own gather, none of
-    # torch_xla_ckpt's code.
+    # ``.cpu()`` of a sharded XLA tensor assembles the global tensor. The runtime does that, without torch_xla_ckpt.
     host = value.detach().cpu().contiguous()
     sha = hashlib.sha256(f"{host.dtype} {tuple(host.shape)} ".encode())
     sha.update(host.reshape(-1).view(torch.uint8).numpy().data)

@@ -1,10 +1,10 @@
-"""Runs the planners of torch_xla 2.9 and ours on the same cases and shows side by side what each does.
+"""Which states the planners of torch_xla 2.9 and of this package restore, lose or refuse, case by case.
 
-    PYTHONPATH=. $(scripts/env) scripts/compare_torch_xla.py
+    ./scripts/benchmarks/compare_torch_xla
 
-Both sides go through the same ``dcp.save`` and ``dcp.load`` on eight virtual devices; only the planners differ.
-Every verdict is computed from what was written, loaded, raised and logged. The exit status is 1 when ours fails a
-case, and 0 otherwise.
+Both sides call the same ``dcp.save`` and ``dcp.load`` on eight virtual devices; only the planners differ. Each verdict
+is computed from the files, the loaded values, the errors and the log. The exit status is 1 if ours fails a case, and
+0 otherwise.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class Side:
 
 @dataclass(frozen=True)
 class Case:
-    """Something to save, and something to load it into.
+    """A state to save, and a target to load it into.
 
     Args:
-        title: for the table.
-        saved, target: make the two state dicts.
-        want: "restored": the target holds afterwards what was saved. "refused": an error names all ``keys``, and the
-            target is as before. "told": the load goes on, and a warning names all ``keys``.
-        keys: which must be named.
+        title: the name of the case in the table.
+        saved, target: functions that make the two state dicts.
+        want: the right outcome. "restored": the target then holds the saved values. "refused": an error names all
+            ``keys``, and the target keeps its values. "told": the load succeeds, and a warning names all ``keys``.
+        keys: the keys that the error or warning must name.
     """
 
     title: str
@@ -86,13 +86,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one side made of a case.
+    """The result of a case for one side.
 
     Args:
-        dropped: tensors that are not in the checkpoint although the save succeeded.
-        error: why the load failed, if it did.
-        messages: what was logged or warned during the load.
-        fates: for each key of the target what its value is after the load.
+        dropped: tensors that the checkpoint lacks although the save succeeded.
+        error: the error of the load; None if the load succeeded.
+        messages: the log lines and warnings of the load.
+        fates: for each key of the target, its value after the load in words.
     """
 
     dropped: tuple[str, ...]
@@ -110,7 +110,7 @@ class Outcome:
         return self.error is None and set(self.named(case)) == set(case.keys)
 
     def named(self, case: Case) -> tuple[str, ...]:
-        """The keys that an error or warning names."""
+        """Return the keys that the error or a warning names."""
         said = self.messages if self.error is None else str(self.error)
         return tuple(key for key in case.keys if key in said)
 
@@ -138,7 +138,7 @@ def first_line(error: BaseException, width: int = 60) -> str:
 
 
 def leaves(state: State, prefix: str = "") -> State:
-    """The values by their dotted keys."""
+    """Return the values by their dotted keys."""
     flat: State = {}
     for name, value in state.items():
         key = f"{prefix}{name}"
@@ -167,7 +167,7 @@ def fate_of(after: Any, before: Any, saved: Any) -> Fate:
 
 
 def run(case: Case, side: Side) -> Outcome:
-    """Save, look at what was written, load, look at what was loaded."""
+    """Save and load, and compare the files and the loaded values with the saved state."""
     with tempfile.TemporaryDirectory() as folder:
         state, target = case.saved(), case.target()
         torch_xla.sync()
@@ -192,7 +192,7 @@ def run(case: Case, side: Side) -> Outcome:
 
 @contextmanager
 def heard() -> Iterator[list[str]]:
-    """Collects what is logged or warned."""
+    """Collect log lines and warnings."""
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -208,7 +208,7 @@ def heard() -> Iterator[list[str]]:
 
 
 def tensor(shape: tuple[int, ...], spec: Spec, fill: float | None = None, **options: Any) -> torch.Tensor:
-    """A tensor on the (4, 2) mesh; numbered, or filled with one number."""
+    """Return a tensor on the (4, 2) mesh, filled with consecutive numbers or with ``fill``."""
     numbers = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
     host = numbers if fill is None else torch.full(shape, float(fill))
     on_device = host.to(**options).to(torch_xla.device())
@@ -218,7 +218,7 @@ def tensor(shape: tuple[int, ...], spec: Spec, fill: float | None = None, **opti
 
 
 def trained(seed: int) -> State:
-    """Model and optimizer state after three steps. Only the two weights were marked."""
+    """Return model and optimizer state after three training steps. Only the two weights are marked."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
     model = model.to(torch_xla.device())
@@ -301,7 +301,7 @@ CASES = (
 
 @dataclass
 class Moved:
-    """Bytes that a load requested from the checkpoint and fetched from devices, and whether it was right."""
+    """Bytes that a load read from the checkpoint and fetched from devices, and whether it restored the values."""
 
     fetched: int = 0
     read: int = 0
@@ -309,7 +309,7 @@ class Moved:
 
 
 class CountingReader(dcp.FileSystemReader):
-    """Adds up the bytes that the planner asks for."""
+    """A reader that adds up the bytes that the planner asks for."""
 
     def __init__(self, folder: str, moved: Moved):
         super().__init__(folder)
@@ -326,7 +326,7 @@ class CountingReader(dcp.FileSystemReader):
 
 @contextmanager
 def counted_fetches(moved: Moved) -> Iterator[None]:
-    """Adds up the bytes that are copied from devices to the host."""
+    """Add up the bytes that are copied from devices to the host."""
     original = torch_xla._XLAC._get_local_shards
 
     def counting(tensors: list[torch.Tensor]) -> Any:
@@ -343,7 +343,7 @@ def counted_fetches(moved: Moved) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Cost:
-    """A load whose traffic is counted. The checkpoint is written by stock DCP, so that both sides read the same."""
+    """A load whose bytes are counted. Stock DCP writes the checkpoint, so that both sides read the same files."""
 
     title: str
     spec: Spec

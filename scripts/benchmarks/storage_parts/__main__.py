@@ -1,8 +1,8 @@
-"""What saving and loading cost, beside torch_xla's planners on stock storage, bare copies and Orbax.
+"""The time and memory of saving and loading, beside torch_xla's planners on stock storage, bare copies and Orbax.
 
-Every time is the median of several runs after a warm-up, in which all take turns, and every result is compared bit
-for bit. The page cache is warm, nobody fsyncs, and ours writes and verifies checksums. The exit status says whether
-all results were right, not whether all targets were reached.
+Every time is the median of several runs after a warm-up. The sides take turns, and every result is compared bit for
+bit. The page cache is warm, and no side calls fsync. Ours writes and verifies checksums. The exit status is 0 if all
+results are right, whether or not the targets are reached.
 """
 
 from __future__ import annotations
@@ -22,23 +22,16 @@ from typing import Any
 
 import torch
 import torch_xla
-from bench_storage_cases import CASES, Bench, Claim, Row
-from bench_storage_draw import draw
-from bench_storage_sides import OURS, Orbax
-from bench_storage_xla import TENSORS, Data
 from rich.console import Console
 from rich.table import Table
 
-UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+from benchmarks.sizes import UNITS, size_of
+from benchmarks.storage_parts.cases import CASES, Bench, Claim, Row
+from benchmarks.storage_parts.pictures import draw
+from benchmarks.storage_parts.sides import OURS, Orbax
+from benchmarks.storage_parts.state import TENSORS, Data
+
 console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-
-
-def size_of(text: str) -> int:
-    """Bytes: "64MiB" is 67,108,864."""
-    number, unit = text[:-3], text[-3:]
-    if unit not in UNITS or not number.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; say 64MiB or 1GiB")
-    return int(number) * UNITS[unit]
 
 
 def table_of(rows: Sequence[Row], title: str) -> Table:
@@ -57,7 +50,7 @@ def table_of(rows: Sequence[Row], title: str) -> Table:
 
 
 def target_of(claim: Claim) -> tuple[str, str]:
-    """A claim's target, and whether it was reached."""
+    """Return a claim's target, and whether it was reached, in words."""
     if claim.reached is None:
         return "", ""
     target = f"at least {claim.least:g}" if claim.least is not None else f"at most {claim.most:g}"
@@ -65,7 +58,7 @@ def target_of(claim: Claim) -> tuple[str, str]:
 
 
 def others(rows: Sequence[Row]) -> Table:
-    """What else was measured, for information."""
+    """Return a table of the further measurements, which have no target."""
     table = Table(title="Beside them", box=None, pad_edge=False)
     table.add_column("case")
     table.add_column("measured")
@@ -83,7 +76,7 @@ def quantity(values: Sequence[float], unit: str) -> str:
 
 
 def facts(options: argparse.Namespace, orbax: Orbax | None) -> dict[str, Any]:
-    """What was measured, and on what."""
+    """Return the size of the benchmark, and the machine and software it runs on."""
     software = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
     software.append(f"torch_xla {torch_xla.__version__}")
     return {
@@ -109,13 +102,13 @@ def parsed() -> argparse.Namespace:
         "--size",
         type=size_of,
         default="1GiB",
-        help="of the state; a power of two (1GiB). Takes ten times as much memory",
+        help="size of the state, a power of two (1GiB). Needs ten times as much memory",
     )
-    parser.add_argument("--small", type=int, default=20_000, help="how many small tensors (20000)")
-    parser.add_argument("--repeat", type=int, default=5, help="runs that are counted (5)")
+    parser.add_argument("--small", type=int, default=20_000, help="number of small tensors (20000)")
+    parser.add_argument("--repeat", type=int, default=5, help="number of runs that are counted (5)")
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES, metavar="CASE", help=", ".join(CASES))
-    parser.add_argument("--orbax", action="store_true", help="compare with Orbax too; installs it once")
-    parser.add_argument("--folder", help="where to write, on the disk in question (the system's temporary folder)")
+    parser.add_argument("--orbax", action="store_true", help="also compare with Orbax, which is installed once")
+    parser.add_argument("--folder", help="folder on the disk to measure (the system's temporary folder)")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     parser.add_argument("--chart", type=Path, help="also draw the chart into this PNG")
     return parser.parse_args()

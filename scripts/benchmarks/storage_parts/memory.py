@@ -1,8 +1,8 @@
-"""How much memory saving or loading takes above the state's own, for ``bench_storage``; printed as JSON.
+"""The memory that saving or loading takes beside the state, for ``scripts/benchmarks/storage``; printed as JSON.
 
-A process of its own, because memory that a process has freed may still be its own. Two numbers: the peak of anonymous
-memory (read from /proc every millisecond), and the peak of all resident memory (counted by the kernel), which
-includes the pages of mapped files, of which the system takes back what it needs.
+Runs in a new process, because a process may keep memory that it has freed. There are two numbers: the peak of
+anonymous memory (read from /proc every millisecond), and the peak of all resident memory (counted by the kernel). The
+second includes the pages of mapped files, which the system can take back at any time.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from bench_storage_sides import TORCH_XLA, Ours, Side
-from bench_storage_turns import tidy
-from bench_storage_xla import Data, Sharding, settle, spoil
+from benchmarks.storage_parts.sides import TORCH_XLA, Ours, Side
+from benchmarks.storage_parts.state import Data, Sharding, settle, spoil
+from benchmarks.storage_parts.turns import tidy
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def resident(field: str) -> int:
-    """A field of /proc/self/status, in bytes."""
+    """Return a field of /proc/self/status in bytes."""
     (line,) = (line for line in STATUS.read_text().splitlines() if line.startswith(f"{field}:"))
     return int(line.split()[1]) << 10
 
 
 class Peak:
-    """Within the block: how far memory rises above what it was at the beginning, in bytes."""
+    """A context manager that measures how far memory rises above its value at the start of the block, in bytes."""
 
     anonymous = resident = 0
 
     def __enter__(self) -> Peak:
-        tidy()  # or else memory that was freed before would be used again, and not be counted
+        tidy()  # otherwise memory freed earlier would be used again and not be counted
         self._ended = threading.Event()
         self._sampler = threading.Thread(target=self._sample)
-        CLEAR_REFS.write_text("5")  # the kernel's peak begins again
+        CLEAR_REFS.write_text("5")  # resets the kernel's peak
         self._before = resident("VmRSS")
         self._anonymous_before = resident("RssAnon")
         self._sampler.start()
@@ -71,8 +71,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("side", choices=(TORCH_XLA.name, Ours.name))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--size", type=int, required=True, help="of the state, in bytes")
-    parser.add_argument("--budget", type=int, required=True, help="the memory_budget of ours, in bytes")
+    parser.add_argument("--size", type=int, required=True, help="size of the state in bytes")
+    parser.add_argument("--budget", type=int, required=True, help="our memory_budget in bytes")
     options = parser.parse_args()
     side: Side = TORCH_XLA if options.side == TORCH_XLA.name else Ours(options.budget)
     print(json.dumps(measure(side, Data(options.size), options.folder)))

@@ -1,9 +1,9 @@
-"""What the first saves of a program cost it, for ``bench_async``; printed as JSON.
+"""The costs of a program's first saves, for ``scripts/benchmarks/async_saves``; printed as JSON.
 
-Each side runs in a process of its own, so that no allocator has memory of earlier saves. The process trains without
-saves, waits until the machine's host has taken back the memory that was freed, and trains with saves. The host takes
-back what a save frees, too, so later saves of the loop may find cold memory again. ``page`` says how cold it was: the
-cost of the first use of a page after the loop, and the cost of using a page again that was just freed.
+Each side runs in a new process, so that no allocator holds memory of earlier saves. The process trains without saves,
+waits until the machine's host has taken back the freed memory, and trains with saves. The host also takes back memory
+that a save frees, so later saves of the loop may find cold memory again. ``page`` measures how cold: the first use of
+a page after the loop, and the use of a page that was freed a moment ago.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench_async_sides import MIB, MODES, Ours, Side, TorchXla, Training, settle, side_of
+from benchmarks.async_parts.sides import MIB, MODES, Ours, Side, TorchXla, Training, settle, side_of
 
-GIVEN_BACK = 5.0  # seconds; Linux reports free pages to a host every two
+GIVEN_BACK = 5.0  # seconds; Linux reports free pages to the host every 2 seconds
 
 
 def loop(training: Training, side: Side | None, steps: int, saves: int) -> tuple[float, list[float]]:
-    """Seconds of a training loop until all is written, and of each call on idle devices."""
+    """Return the seconds of a training loop until everything is written, and of each call on idle devices."""
     due = {(2 * n + 1) * steps // (2 * saves) for n in range(saves)}
     calls = []
     start = time.perf_counter()
     for step in range(steps):
         training.step()
         if step in due:
-            settle()  # in both loops: what a call waits for is the step, not the save
+            settle()  # in both loops, so that no call includes the end of a step
             if side is not None:
                 state = training.state()
                 calls.append(seconds(lambda step=step, state=state: side.save(step, state)))  # type: ignore[misc]
@@ -45,7 +45,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def page_costs() -> list[float]:
-    """Seconds for the first use of a page, and for its use when it was free for a moment only."""
+    """Return the seconds of a page's first use, and of its use after it was free for a moment."""
     costs = []
     for _ in range(2):
         with mmap.mmap(-1, 256 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
@@ -61,9 +61,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("side", choices=(TorchXla.name, *MODES))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--size", type=int, required=True, help="of the state, in bytes")
-    parser.add_argument("--steps", type=int, required=True, help="of a training loop")
-    parser.add_argument("--saves", type=int, required=True, help="in a training loop")
+    parser.add_argument("--size", type=int, required=True, help="size of the state in bytes")
+    parser.add_argument("--steps", type=int, required=True, help="steps of a training loop")
+    parser.add_argument("--saves", type=int, required=True, help="saves in a training loop")
     options = parser.parse_args()
     training = Training(options.size)
     side = side_of(options.side, options.folder)
@@ -75,7 +75,7 @@ def main() -> None:
     beside, calls = loop(training, side, options.steps, options.saves)
     time.sleep(GIVEN_BACK)
     pages = page_costs()
-    if isinstance(side, Ours):  # one more save, which uses again what the others kept, compared bit for bit
+    if isinstance(side, Ours):  # one more save, into memory that the others kept, compared bit for bit
         side.save(options.steps, training.state())
         side.finish()
         side.check(training)

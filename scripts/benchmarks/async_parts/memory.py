@@ -1,7 +1,7 @@
-"""How much host memory a save in the background takes above the state's, for ``bench_async``; printed in bytes.
+"""The host memory that an async save takes beside the state, for ``scripts/benchmarks/async_saves``; in bytes.
 
-A process of its own, because memory that a process has freed may still be its own. Virtual devices are host memory as
-well, so of ours only what comes after the copy on the devices is counted: fetching and writing it.
+Runs in a new process, because a process may keep memory that it has freed. Virtual devices use host memory, too. So
+for our side only fetching and writing are counted, not the copy on the devices.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import argparse
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
-from bench_async_sides import TorchXla, Training, settle
-from bench_storage_memory import Peak
 
 import torch_xla_ckpt as xc
+from benchmarks.async_parts.sides import TorchXla, Training, settle
+from benchmarks.storage_parts.memory import Peak
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("side", choices=("torch_xla", "ours"))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--size", type=int, required=True, help="of the state, in bytes")
-    parser.add_argument("--budget", type=int, required=True, help="the memory_budget of ours, in bytes")
+    parser.add_argument("--size", type=int, required=True, help="size of the state in bytes")
+    parser.add_argument("--budget", type=int, required=True, help="our memory_budget in bytes")
     options = parser.parse_args()
     training = Training(options.size)
     training.step()

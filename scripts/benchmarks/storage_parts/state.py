@@ -1,4 +1,4 @@
-"""The state that ``bench_storage`` saves and loads: tensors over eight virtual devices, and what they must hold."""
+"""The state of ``scripts/benchmarks/storage``: tensors sharded over eight virtual devices, with their values."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("CPU_NUM_DEVICES", "8")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-# The stock reader copies with torch's threads. Two of them gain nothing for 64 MiB tensors on two cores, and wait for
-# each other at every copy once something else runs: one gives it its best time.
+# The stock reader copies with torch's threads. On two cores, two threads gain nothing for 64 MiB tensors. They wait for
+# each other at every copy while other work runs. One thread gives the stock reader its best time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import math
@@ -24,7 +24,7 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch_xla import _XLAC
 
-# What torch and torch_xla say about themselves whenever their planners run.
+# torch and torch_xla log these warnings whenever their planners run.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"torch(_xla)?\.")
 warnings.filterwarnings("ignore", "TypedStorage is deprecated")
 
@@ -38,7 +38,7 @@ Pieces = list[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Sharding:
-    """A mesh of the eight devices, and which of its axes cuts which dimension."""
+    """A mesh of the eight devices, and a partition spec."""
 
     mesh: tuple[int, int]
     spec: tuple[str | None, str | None] = ("x", "y")
@@ -49,13 +49,13 @@ COLUMNS = Sharding((8, 1), (None, "x"))
 
 
 class Data:
-    """What the tensors must hold: random float32 on the host.
+    """The values of the tensors: random float32 in host memory.
 
     Args:
-        nbytes: of all tensors together; a power of two.
+        nbytes: size of all tensors together in bytes, a power of two.
 
     Attributes:
-        largest: bytes of the largest tensor; all are the same.
+        largest: size of the largest tensor in bytes; all tensors have the same size.
     """
 
     def __init__(self, nbytes: int):
@@ -77,10 +77,10 @@ class Data:
         return state
 
     def check(self, state: State) -> None:
-        """Compare every shard on every device.
+        """Compare every shard on every device with the expected values.
 
         Raises:
-            SystemExit: one of them is wrong.
+            SystemExit: a shard differs.
         """
         for key, tensor in state.items():
             (held,) = _XLAC._get_local_shards([tensor])
@@ -95,7 +95,7 @@ class Data:
                 raise SystemExit(f"{key} was saved wrong")
 
     def pieces(self, state: State) -> dict[str, Pieces]:
-        """By key what each device must hold, contiguous in host memory."""
+        """Return, by key, the contiguous host tensor that each device must hold."""
         return {
             key: [(device, self.tensors[key][region].contiguous()) for device, region in regions(tensor)]
             for key, tensor in state.items()
@@ -103,33 +103,33 @@ class Data:
 
 
 def regions(tensor: torch.Tensor) -> Iterator[tuple[str, tuple[slice, ...]]]:
-    """Each device, and the region of the tensor that it holds."""
+    """Yield each device with the region of the tensor that it holds."""
     ((*places,),) = _XLAC._get_local_shard_replica_and_indices([tensor])
     for device, (_, region) in zip(_XLAC._xla_get_runtime_devices(), places):
         yield device, tuple(region)
 
 
 def settle() -> None:
-    """Wait until the devices have everything."""
+    """Wait until the devices are idle."""
     torch_xla.sync()
     xm.wait_device_ops()
 
 
 def fetch(state: State) -> None:
-    """Copy every shard to the host, a tensor at a time."""
+    """Copy every shard to the host, one tensor at a time."""
     for tensor in state.values():
         _XLAC._get_local_shards([tensor])
 
 
 def put(state: State, pieces: Mapping[str, Pieces]) -> None:
-    """Give every device its shards."""
+    """Put each device's shards on the device."""
     for key, tensor in state.items():
         _XLAC._load_local_shards(tensor, [data for _, data in pieces[key]], [device for device, _ in pieces[key]])
     settle()
 
 
 def spoil(state: State) -> None:
-    """Give every device other numbers than those it must hold."""
+    """Overwrite every shard with other values, so that only a load can restore them."""
     for tensor in state.values():
         devices, (region, *_) = zip(*regions(tensor))
         other = torch.full([part.stop - part.start for part in region], -1.0)

@@ -1,4 +1,4 @@
-"""The cases of ``bench_storage``: who is compared in each, what is to be reached, and that every result is right."""
+"""The cases of ``scripts/benchmarks/storage``: the sides of each case, its targets, and the check of its results."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from bench_storage_sides import DCP, OURS, SCRIPTS, TORCH_XLA, Bare, Orbax, Side
-from bench_storage_turns import Contender, Measured, WarmMemory, in_turns, processor_time, ratio, tidy
-from bench_storage_xla import COLUMNS, MIB, ROWS, Data, Sharding, State, fetch, put, settle, spoil
 
 import torch_xla_ckpt as xc
+from benchmarks.storage_parts.sides import DCP, OURS, TORCH_XLA, Bare, Orbax, Side
+from benchmarks.storage_parts.state import COLUMNS, MIB, ROWS, Data, Sharding, State, fetch, put, settle, spoil
+from benchmarks.storage_parts.turns import Contender, Measured, WarmMemory, in_turns, processor_time, ratio, tidy
 
 TILED = Sharding((4, 2))
 _FLOOR = "ours on all processors without a gap"
@@ -25,12 +25,13 @@ _FLOOR = "ours on all processors without a gap"
 
 @dataclass(frozen=True)
 class Claim:
-    """What was measured of a case, and what was to be reached.
+    """One measured ratio of a case, with its target.
 
     Args:
-        measured: a ratio.
-        what: the words that follow it.
-        least, most: the target, if there is one.
+        measured: the ratio.
+        what: the words printed after the ratio.
+        least: the smallest ratio that reaches the target; None if there is no such limit.
+        most: the largest ratio that reaches the target; None if there is no such limit.
     """
 
     measured: float
@@ -51,10 +52,11 @@ class Row:
     """A case's results.
 
     Args:
-        case: its name.
-        claims: the first compares ours with the peer.
-        measured: by contender, in ``unit``.
+        case: the name of the case.
+        claims: the ratios; the first compares ours with the peer.
+        measured: all values of each contender, in ``unit``.
         peer: the contender that ours is compared with first.
+        unit: "seconds" (default) or "bytes".
     """
 
     case: str
@@ -69,11 +71,11 @@ class Load:
     """A case of loading.
 
     Args:
-        case: its name.
-        saved, target: shardings.
-        times: how many times as fast as torch_xla's planners ours must be, if that is a target.
-        read: how many bytes ours may read for each that is needed, if that is a target.
-        once: whether it is a target that ours reads no byte of the files twice.
+        case: the name of the case.
+        saved, target: the shardings of the checkpoint and of the state it is loaded into.
+        times: the target for the speed of ours, as a multiple of torch_xla's planners; None if there is none.
+        read: the target for bytes read for each byte needed; None if there is none.
+        once: True if reading no byte of the files twice is a target.
     """
 
     case: str
@@ -99,10 +101,10 @@ class Bench:
     """Runs the cases.
 
     Args:
-        data: what is saved.
-        folder: an empty one, on the disk in question.
-        repeat: how many runs are counted.
-        orbax: to compare with too.
+        data: the state that is saved.
+        folder: an empty folder on the disk to measure.
+        repeat: the number of runs that are counted.
+        orbax: the Orbax side; None to leave it out.
     """
 
     def __init__(self, data: Data, folder: Path, repeat: int, orbax: Orbax | None):
@@ -113,7 +115,7 @@ class Bench:
         self._warm = WarmMemory(max(2 * data.nbytes, 1024 * MIB))
 
     def run(self, case: str, small_tensors: int) -> Iterator[Row]:
-        """The rows of a case of ``CASES``."""
+        """Run a case of ``CASES`` and yield its rows."""
         if case == "save":
             yield self.save()
         elif case == "small":
@@ -168,7 +170,7 @@ class Bench:
         return Row(case.case, claims, seconds)
 
     def small(self, tensors: int) -> Iterator[Row]:
-        """Many small tensors in host memory: what an item costs."""
+        """Measure many small tensors in host memory, which shows the cost of one item."""
         numbers = torch.rand(tensors, 16)
         state = {f"t{n}": row.clone() for n, row in enumerate(numbers)}
         target = {key: torch.zeros(16) for key in state}
@@ -182,7 +184,7 @@ class Bench:
                 raise SystemExit("the small tensors are wrong")
 
         def saving(side: Side) -> Contender:
-            reader = DCP if side is OURS else OURS  # somebody else's
+            reader = DCP if side is OURS else OURS  # never the side that saved
 
             def check_saved(folder: Path) -> None:
                 clear()
@@ -203,10 +205,10 @@ class Bench:
             yield Row(f"{verb}, {tensors:,} small", claims, seconds, peer=DCP.name)
 
     def memory(self) -> Iterator[Row]:
-        """Memory above the state's own, with a small budget; torch_xla's planners have none.
+        """Measure the memory taken beside the state, with a small budget. torch_xla's planners have no budget.
 
-        glibc keeps what was freed for later, and how much of it depends on what else the program did. So what is in
-        use is measured while it gives large blocks back at once; its defaults are shown beside that.
+        glibc keeps freed memory, and how much depends on what else the program did. So memory in use is measured while
+        glibc returns large blocks at once. The values with glibc's defaults are shown beside it.
         """
         budget = min(128 * MIB, self._data.nbytes // 8)
         names = (TORCH_XLA.name, OURS.name)
@@ -223,7 +225,7 @@ class Bench:
     def _memory(self, side: str, budget: int, environment: Mapping[str, str]) -> dict[str, dict[str, int]]:
         folder = self._folder / f"memory {side}"
         sizes = ["--size", str(self._data.nbytes), "--budget", str(budget)]
-        command = [sys.executable, str(SCRIPTS / "bench_storage_memory.py"), side, str(folder), *sizes]
+        command = [sys.executable, "-m", "benchmarks.storage_parts.memory", side, str(folder), *sizes]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env={**os.environ, **environment})
         shutil.rmtree(folder)
         return json.loads(done.stdout)
@@ -231,7 +233,7 @@ class Bench:
     def _fresh(
         self, name: str, save: Callable[[Path], object], check: Callable[[Path], object] = lambda folder: None
     ) -> Contender:
-        """Something that saves into a folder, which is there no longer when others have their turn."""
+        """Return a contender that saves into a folder, and removes the folder before the next turn."""
         folder = self._folder / f"saved by {name}"
 
         def check_and_remove() -> None:
@@ -248,7 +250,7 @@ class Bench:
         return self._fresh(side.name, save, self._check_saved)
 
     def _check_saved(self, folder: Path) -> None:
-        """Read it with stock DCP, into host memory."""
+        """Check a checkpoint by loading it with stock DCP into host memory."""
         state = {key: torch.full_like(tensor, -1) for key, tensor in self._data.tensors.items()}
         DCP.load(state, folder)
         self._data.check_host(state)
@@ -297,7 +299,7 @@ class Bench:
         )
 
     def _bytes_read(self, report: xc.LoadReport, case: Load) -> Iterator[Claim]:
-        """Each distinct box is needed once, so that together they are as large as the tensors."""
+        """Yield the ratios of bytes read. Each distinct box is needed once, so together they are the tensors' size."""
         read, needed = report.bytes_read, report.bytes_needed
         if read is None or needed != self._data.nbytes:
             raise SystemExit(f"the load report says that {needed} bytes were needed, and not {self._data.nbytes}")
@@ -308,7 +310,7 @@ class Bench:
 
 
 def compared(seconds: Measured, least: float | None, peer: str = TORCH_XLA.name) -> list[Claim]:
-    """How many times as fast as the peer ours is, and as Orbax if that took part."""
+    """Return the speed of ours as a multiple of the peer's, and of Orbax's if Orbax took part."""
     claims = [Claim(ratio(seconds, peer, "ours"), f"times as fast as {peer}", least=least)]
     if Orbax.name in seconds:
         claims.append(Claim(ratio(seconds, Orbax.name, "ours"), f"times as fast as {Orbax.name}", least=2))

@@ -1,4 +1,4 @@
-"""Who saves in ``bench_async``, and the training that goes on meanwhile."""
+"""The two sides of ``scripts/benchmarks/async_saves``, and the training loop that they save."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torch_xla.experimental.distributed_checkpoint import CheckpointManager
 
 import torch_xla_ckpt as xc
 
-# What torch and torch_xla say about themselves whenever their planners run.
+# torch and torch_xla log these warnings whenever their planners run.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"torch(_xla)?\.")
 warnings.filterwarnings("ignore", "TypedStorage is deprecated")
 
@@ -39,10 +39,10 @@ xr.use_spmd()
 
 
 class Training:
-    """Square layers under AdamW on a mesh of (4, 2), all tiled: torch_xla's manager loses partial replicas.
+    """Square layers under AdamW on a mesh of (4, 2). All are tiled, because torch_xla's manager loses partial replicas.
 
     Args:
-        nbytes: of the state: weights and two moments of each.
+        nbytes: size of the state in bytes: the weights and their two moments.
     """
 
     def __init__(self, nbytes: int):
@@ -71,7 +71,7 @@ class Training:
         return sum(t.nbytes for t in self.tensors().values())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those on devices, by key."""
+        """Return the tensors on devices, by key."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         found = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
         for number, p in enumerate(self.model.parameters()):
@@ -82,18 +82,18 @@ class Training:
 
 
 def side_of(name: str, folder: Path) -> TorchXla | Ours:
-    """The side with a name: "torch_xla", or one of ``MODES``."""
+    """Return the side with a name: "torch_xla", or one of ``MODES``."""
     return TorchXla(folder) if name == TorchXla.name else Ours(folder, name)
 
 
 def settle() -> None:
-    """Let the devices come to rest."""
+    """Wait until the devices are idle."""
     torch_xla.sync()
     xm.wait_device_ops()
 
 
 def compiled() -> int:
-    """How many graphs have been compiled."""
+    """Return the number of graphs compiled so far."""
     data = metrics.metric_data("CompileTime")
     return data[0] if data else 0
 
@@ -102,14 +102,14 @@ class Side(Protocol):
     name: str
 
     def save(self, step: int, state: dict[str, Any]) -> object:
-        """What blocks the loop."""
+        """Start a save. This call blocks the training loop."""
 
     def finish(self) -> None:
-        """Wait until all is written, and remove it."""
+        """Wait until everything is written, and remove the files."""
 
 
 class TorchXla:
-    """Its manager as users run it."""
+    """torch_xla's ``CheckpointManager`` with the options that users choose."""
 
     name = "torch_xla"
 
@@ -131,11 +131,11 @@ class TorchXla:
 
 
 class Ours:
-    """``async_save``, one save at a time, as theirs; each replaces the one before.
+    """``xc.async_save``, one save at a time like torch_xla's manager. Each save replaces the previous one.
 
     Args:
-        folder: to write in.
-        mode: of the stager; "defaults" is ``SPMDStager()`` as everyone first writes it.
+        folder: the folder to write in.
+        mode: the stager's mode; "defaults" means ``SPMDStager()`` without options.
     """
 
     def __init__(self, folder: Path, mode: str):
@@ -153,10 +153,10 @@ class Ours:
         self.stager.wait()
 
     def check(self, training: Training) -> None:
-        """Compare what was saved last with what the devices held then, which is what they hold now.
+        """Compare the last checkpoint with the tensors on the devices, which have not changed since.
 
         Raises:
-            SystemExit: they differ.
+            SystemExit: a tensor differs.
         """
         found = {key: torch.zeros_like(tensor, device="cpu") for key, tensor in training.tensors().items()}
         xc.load({"model": nested(found, "model."), "optim": {"state": moments(found)}}, self._folder)

@@ -1,4 +1,4 @@
-"""The timeline of one save, for ``bench_async``: who does what when, one lane a thread."""
+"""The picture of one save's timeline, with one lane a thread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from matplotlib.patches import Patch
 
 import torch_xla_ckpt as xc
 
-WIDTH, DPI = 7.2, 120  # inches, and pixels in each: 864 pixels
+WIDTH, DPI = 7.2, 120  # inches, and pixels an inch: 864 pixels
 COLOURS = {
     "training step": "#d9d9d9",
     "async_save": "#c0392b",
@@ -23,7 +23,7 @@ LANES = {"MainThread": "training loop", "SPMDStager": "fetch", "ShardWriter-0": 
 
 
 def draw(timeline: xc.Timeline, path: Path) -> None:
-    """Draw every span that has a colour; what blocks the loop is named with its length."""
+    """Draw every span that has a colour, and write the duration beside the call that blocks the loop."""
     spans = [span for span in timeline.spans if span.what in COLOURS]
     begin = min(span.start for span in spans)
     lanes = [lane for lane in LANES if any(span.lane == lane for span in spans)]

@@ -1,7 +1,7 @@
-"""Orbax, saving and loading as many arrays of the same size, for ``bench_storage``, which times it.
+"""Orbax, which saves and loads the same number of arrays of the same size, for ``scripts/benchmarks/storage``.
 
-Run with the Python of ``scripts/env orbax``. Each line of the input is a JSON list, a command and its arguments;
-when it has been done, a line is printed.
+Run with the Python of ``scripts/env orbax``. Each line of the input is a JSON list of a command and its arguments. The
+program prints a line when it has carried out the command. The benchmark measures the time between the two.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from orbax.checkpoint._src.serialization import tensorstore_utils  # type: ignor
 
 
 class Arrays:
-    """The commands.
+    """The arrays, with one method for each command.
 
     Args:
-        tensors, shape: how many arrays, and of what shape.
+        tensors: the number of arrays.
+        shape: the shape of each array.
     """
 
     def __init__(self, tensors: int, shape: tuple[int, ...]):
@@ -52,7 +53,7 @@ class Arrays:
         jax.block_until_ready(self._state)
 
     def drop(self) -> None:
-        """Forget what is on the devices."""
+        """Remove the arrays from the devices."""
         self._state = {}
 
     def check(self, *mesh: int) -> None:
@@ -60,7 +61,9 @@ class Arrays:
         for key, wanted in self._wanted.items():
             assert self._state[key].sharding == tiled(mesh), f"Orbax has loaded {key} with another sharding"
             for shard in self._state[key].addressable_shards:
-                assert np.array_equal(np.asarray(shard.data), wanted[shard.index]), f"Orbax has loaded {key} wrong"
+                assert np.array_equal(np.asarray(shard.data), wanted[shard.index]), (
+                    f"Orbax has loaded wrong values for {key}"
+                )
 
 
 def tiled(mesh: tuple[int, ...]) -> NamedSharding:
@@ -68,7 +71,7 @@ def tiled(mesh: tuple[int, ...]) -> NamedSharding:
 
 
 def do_not_sync() -> None:
-    """Save without fsync, as all others here do; there is no option for it."""
+    """Save without fsync, as all other sides do. Orbax has no option for that."""
     for context in (tensorstore_utils._BASE_TS_CONTEXT, tensorstore_utils._DEFAULT_OCDBT_TS_CONTEXT):
         context["file_io_sync"] = False
 

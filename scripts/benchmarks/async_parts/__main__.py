@@ -1,10 +1,13 @@
-"""What saving in the background costs a training loop, beside torch_xla's CheckpointManager.save_async.
+"""What an async save costs a training loop, beside torch_xla's ``CheckpointManager.save_async``.
 
-Each measure is taken cold and warm, of ``SPMDStager()`` without options first. Warm: sides take turns in one process,
-on the same state, after a warm-up that compiles everything. Cold: each side in a new process that has never saved, on
-memory that the machine's host has taken back (``bench_async_cold.py``). Nobody fsyncs, and ours writes checksums. What
-ours saved is compared bit for bit with what the devices held. The exit status says whether all results were right, not
-whether all targets were reached.
+Each measure is taken cold and warm. The first mode is ``SPMDStager()`` without options.
+
+- Warm: the sides take turns in one process, on the same state, after a warm-up that compiles everything.
+- Cold: each side runs in a new process that has never saved, on memory that the machine's host has taken back
+  (``cold.py``).
+
+No side calls fsync. Ours writes checksums. Each checkpoint of ours is compared bit for bit with the tensors on the
+devices. The exit status is 0 if all results are right, whether or not the targets are reached.
 """
 
 from __future__ import annotations
@@ -24,18 +27,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench_async_draw import draw
-from bench_async_sides import MIB, MODES, Ours, Side, TorchXla, Training, compiled, settle
-from bench_storage import size_of
-from bench_storage_turns import WarmMemory, tidy
 from rich.console import Console
 from rich.table import Table
 
 import torch_xla_ckpt as xc
+from benchmarks.async_parts.pictures import draw
+from benchmarks.async_parts.sides import MIB, MODES, Ours, Side, TorchXla, Training, compiled, settle
+from benchmarks.sizes import size_of
+from benchmarks.storage_parts.turns import WarmMemory, tidy
 from torch_xla_ckpt.device import access_of
 from torch_xla_ckpt.staging.capture import Capture
 
-SCRIPTS = Path(__file__).parent
 console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
 
 
@@ -44,9 +46,10 @@ class Row:
     """One measure.
 
     Args:
-        measure: in words.
-        theirs, ours: in ``unit``; the ratio of the two is what counts.
-        target, reached: what was aimed at, and whether it was reached.
+        measure: the name of the measure.
+        theirs, ours: torch_xla's value and ours, in ``unit``. Compare their ratio.
+        target: the target in words.
+        reached: True if the target was reached; None if there is none.
     """
 
     measure: str
@@ -64,7 +67,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def blocked(training: Training, sides: Sequence[Side], repeat: int) -> dict[str, list[float]]:
-    """How long the call takes while the devices are idle, by side; two rounds, which compile, are not counted."""
+    """Return the seconds of each call on idle devices, by side. Two more rounds compile and are not counted."""
     taken: dict[str, list[float]] = {side.name: [] for side in sides}
     warm = WarmMemory(training.nbytes())
     for number in range(repeat + 2):
@@ -85,7 +88,7 @@ def blocked(training: Training, sides: Sequence[Side], repeat: int) -> dict[str,
 
 
 def loop(training: Training, side: Side | None, steps: int, saves: int) -> float:
-    """Seconds of a training loop with its saves, until the last of them is written."""
+    """Return the seconds of a training loop with its saves, until the last save is written."""
     due = {(2 * n + 1) * steps // (2 * saves) for n in range(saves)}
 
     def run() -> None:
@@ -106,11 +109,11 @@ def loop(training: Training, side: Side | None, steps: int, saves: int) -> float
 def loops(
     training: Training, sides: Sequence[Side], steps: int, saves: int, repeat: int
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """Seconds of loops without saves, and with those of each side, in path_lock."""
+    """Return the seconds of loops without saves, and of loops with the saves of each side. The sides take turns."""
     alone: list[float] = []
     beside: dict[str, list[float]] = {side.name: [] for side in sides}
     for number in range(repeat):
-        # The other way round every second time: what slows the machine down over time meets all alike.
+        # Reverse the order in every second round, so that a machine that slows down slows all sides alike.
         for side in [None, *sides] if number % 2 == 0 else [*reversed(sides), None]:
             taken = loop(training, side, steps, saves)
             (alone if side is None else beside[side.name]).append(taken)
@@ -118,9 +121,9 @@ def loops(
 
 
 def longest_hold(training: Training, repeat: int) -> list[float]:
-    """The longest stretch, in seconds, in which Python did nothing else while a part was fetched; one for each run.
+    """Return, for each run, the longest time in seconds for which fetching a part stopped all other Python threads.
 
-    Whatever else keeps the watching thread from running counts too, so this is an upper bound.
+    The value is an upper bound: whatever else stops the watching thread counts too.
     """
     found = []
     warm = WarmMemory(256 * MIB)
@@ -157,20 +160,20 @@ def longest_hold(training: Training, repeat: int) -> list[float]:
 
 
 def memory(side: str, size: int, budget: int) -> int:
-    """Bytes of host memory above the state's, in a process of its own."""
+    """Return the host memory in bytes that an async save takes beside the state. Runs in a new process."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(SCRIPTS / "bench_async_memory.py"), side, folder]
+        command = [sys.executable, "-m", "benchmarks.async_parts.memory", side, folder]
         options = ["--size", str(size), "--budget", str(budget)]
-        # glibc keeps what was freed: here it gives blocks back, so that what is in use is counted.
+        # Make glibc return freed blocks to the system, so that only memory in use is counted.
         environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIB)}
         done = subprocess.run([*command, *options], check=True, stdout=subprocess.PIPE, text=True, env=environment)
         return int(done.stdout.split()[-1])
 
 
 def cold(side: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What the first saves of a program cost, in a process of its own."""
+    """Return the costs of a program's first saves. Runs in a new process."""
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        command = [sys.executable, str(SCRIPTS / "bench_async_cold.py"), side, folder]
+        command = [sys.executable, "-m", "benchmarks.async_parts.cold", side, folder]
         sizes = ["--size", str(options.size), "--steps", str(options.steps), "--saves", str(options.saves)]
         done = subprocess.run([*command, *sizes], check=True, stdout=subprocess.PIPE, text=True)
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -178,7 +181,7 @@ def cold(side: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def cold_rows(options: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
-    """Calls and loops of new processes, one a side and round."""
+    """Return the cold rows and their raw numbers: each side runs in one new process a round."""
     raw: dict[str, list[dict[str, Any]]] = {name: [] for name in (TorchXla.name, *MODES)}
     for _ in range(options.loops):
         for name, found in raw.items():
@@ -198,7 +201,7 @@ def cold_rows(options: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
 
 
 def compared(words: str, mode: str, theirs: float, ours: float, target: float = 1.0) -> Row:
-    """A row that compares seconds of ours in a mode with theirs."""
+    """Return a row that compares our seconds in one mode with torch_xla's."""
     share = ours / theirs
     aim = f"at most {target:g} of theirs"
     return Row(f"{words}, {mode}: {share:.2f} of theirs", theirs, ours, "s", aim, share <= target)
@@ -210,7 +213,7 @@ def measured(options: argparse.Namespace, folder: Path) -> tuple[list[Row], dict
     theirs, ours = TorchXla(folder), [Ours(folder, mode) for mode in MODES]
     sides: list[Side] = [theirs, *ours]
     for _ in range(4):
-        training.step()  # the compiler settles on its shardings
+        training.step()  # until the compiler's shardings no longer change
     with console.status("calls on idle devices"):
         calls = blocked(training, sides, options.repeat)
     before = compiled()
@@ -260,7 +263,7 @@ def measured(options: argparse.Namespace, folder: Path) -> tuple[list[Row], dict
 
 
 def timeline(training: Training, side: Ours, options: argparse.Namespace) -> None:
-    """One save among steps, drawn and as a trace."""
+    """Draw one save among training steps, or write it as a trace, as the options say."""
     steps = xc.Timeline()
     settle()
     for number in range(6):
@@ -268,7 +271,7 @@ def timeline(training: Training, side: Ours, options: argparse.Namespace) -> Non
             training.step()
         if number == 1:
             with steps.span("wait for the devices"):
-                settle()  # or the picture would show the end of the step as part of the call
+                settle()  # otherwise the call would include the end of the step
             with steps.span("async_save"):
                 side.save(number, training.state())
     with steps.span("wait for the devices"):
@@ -303,16 +306,16 @@ def quantity(value: float, unit: str) -> str:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", type=size_of, default="1GiB", help="of the state (1GiB)")
+    parser.add_argument("--size", type=size_of, default="1GiB", help="size of the state (1GiB)")
     parser.add_argument("--budget", type=size_of, default="256MiB", help="memory_budget of the writer (256MiB)")
-    parser.add_argument("--repeat", type=int, default=5, help="calls that are counted (5)")
-    parser.add_argument("--steps", type=int, default=50, help="of a training loop (50)")
-    parser.add_argument("--saves", type=int, default=5, help="in a training loop (5)")
-    parser.add_argument("--loops", type=int, default=2, help="training loops of each kind (2)")
-    parser.add_argument("--folder", help="where to write, on the disk in question (the system's temporary folder)")
+    parser.add_argument("--repeat", type=int, default=5, help="number of calls that are counted (5)")
+    parser.add_argument("--steps", type=int, default=50, help="steps of a training loop (50)")
+    parser.add_argument("--saves", type=int, default=5, help="saves in a training loop (5)")
+    parser.add_argument("--loops", type=int, default=2, help="number of training loops of each kind (2)")
+    parser.add_argument("--folder", help="folder on the disk to measure (the system's temporary folder)")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     parser.add_argument("--timeline", type=Path, help="also draw the timeline of one save into this PNG")
-    parser.add_argument("--trace", type=Path, help="also write it as a trace for ui.perfetto.dev")
+    parser.add_argument("--trace", type=Path, help="also write that timeline as a trace for ui.perfetto.dev")
     return parser.parse_args()
 
 

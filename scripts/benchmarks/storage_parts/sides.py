@@ -1,4 +1,4 @@
-"""Who saves and loads in ``bench_storage``: ours, and those it is compared with."""
+"""The sides of ``scripts/benchmarks/storage``: ours, and those it is compared with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch_xla.experimental.distributed_checkpoint as torch_xla_planners
 
 import torch_xla_ckpt as xc
 
-SCRIPTS = Path(__file__).parent
+SCRIPTS = Path(__file__).parents[2]
 PIECE = 4 << 20
 
 
@@ -33,7 +33,7 @@ class Side(Protocol):
 
 @dataclass(frozen=True)
 class Ours:
-    """Checksums are written and verified."""
+    """This package, which writes and verifies checksums."""
 
     memory_budget: int = 1 << 30
     name: str = "ours"
@@ -48,7 +48,7 @@ class Ours:
 
 @dataclass(frozen=True)
 class Stock:
-    """DCP's storage as users run it, but that it does not fsync either."""
+    """DCP's storage with its defaults, except that it does not call fsync."""
 
     name: str
     save_planner: Callable[[], dcp.SavePlanner]
@@ -68,7 +68,7 @@ DCP = Stock("DCP", dcp.DefaultSavePlanner, dcp.DefaultLoadPlanner)
 
 
 class Orbax:
-    """A process of its own, which does what it is told while we wait."""
+    """Orbax in a process of its own, which carries out one command at a time."""
 
     name = "Orbax"
 
@@ -76,7 +76,7 @@ class Orbax:
         python = subprocess.run(
             [SCRIPTS / "env", "orbax"], check=True, stdout=subprocess.PIPE, text=True
         ).stdout.strip()
-        command = [python, str(SCRIPTS / "bench_storage_orbax.py"), str(tensors), *map(str, shape)]
+        command = [python, "-m", "benchmarks.storage_parts.orbax_arrays", str(tensors), *map(str, shape)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.version = self._answer()
 
@@ -92,25 +92,25 @@ class Orbax:
         assert self._process.stdout is not None
         answer = self._process.stdout.readline().strip()
         if not answer:
-            raise SystemExit("Orbax's process has failed")
+            raise SystemExit("The process that runs Orbax has failed; its error is above")
         return answer
 
 
 class Bare:
-    """The same bytes without a checkpoint around them, from and to host memory."""
+    """The same bytes without a checkpoint format, from and to host memory."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         self._source = [tensor.numpy().reshape(-1).view(np.uint8) for tensor in tensors.values()]
         self._copy = [np.ones_like(array) for array in self._source]
 
     def write(self, folder: Path, threads: int) -> None:
-        """Write fresh files, one a thread."""
+        """Write new files, one file a thread."""
         folder.mkdir()
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(lambda n: write_file(folder / str(n), self._source[n::threads]), range(threads)))
 
     def read(self, folder: Path) -> None:
-        """Read what one thread has written, into memory that is warm."""
+        """Read the file of one thread into warm memory."""
         file = os.open(folder / "0", os.O_RDONLY)
         for array in self._copy:
             for start in range(0, len(array), PIECE):

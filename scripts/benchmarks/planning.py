@@ -1,8 +1,8 @@
-"""What planning costs: the proofs, whole plans, and DCP's own validation of the same chunks.
+"""The time of planning: the proofs, whole plans, and DCP's own validation of the same chunks.
 
-Tensors are cut along the first, the last or both dimensions. Every number is a median after a warm-up; DCP's
-validation, quadratic in the chunks of a tensor, is measured on few tensors and given for one. The proof is checked
-to be one: with a chunk lost and with a chunk doubled it must say so.
+Tensors are cut along the first dimension, the last dimension, or both. Every number is a median after a warm-up. DCP's
+validation is quadratic in the number of chunks, so it is measured for one tensor and multiplied. The benchmark first
+checks that the proof detects a lost chunk and a doubled chunk.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def saved(cut: tuple[int, int]) -> TensorStorageMetadata:
 
 
 def median(run: Callable[[], object], repeat: int) -> float:
-    """Median seconds of ``repeat`` runs after one that is not counted."""
+    """Return the median seconds of ``repeat`` runs, after one run that is not counted."""
     run()
     gc.collect()
-    gc.freeze()  # the collector must not walk what this benchmark has prepared, millions of objects of it
+    gc.freeze()  # the collector must not walk the millions of objects that this benchmark has prepared
     times = []
     for _ in range(repeat):
         start = time.perf_counter()
@@ -56,7 +56,7 @@ def median(run: Callable[[], object], repeat: int) -> float:
 
 
 def check_that_it_proves(cut: tuple[int, int]) -> None:
-    """A lost and a doubled chunk must be found; otherwise the times below mean nothing."""
+    """Check that the proof detects a lost chunk and a doubled chunk; otherwise its time means nothing."""
     for spoil in (lambda chunks: chunks[:-1], lambda chunks: [*chunks, chunks[0]]):
         broken = saved(cut)
         broken.chunks = spoil(broken.chunks)
@@ -68,7 +68,7 @@ def check_that_it_proves(cut: tuple[int, int]) -> None:
 
 
 def plans(cut: tuple[int, int], tensors: int, processes: int) -> list[SavePlan]:
-    """Local plans of processes that each hold an equal share of every tensor's chunks."""
+    """Return the local plans of processes that each hold an equal share of every tensor's chunks."""
     pieces = boxes(cut)
     share = len(pieces) // processes
     return [
@@ -85,7 +85,7 @@ def plans(cut: tuple[int, int], tensors: int, processes: int) -> list[SavePlan]:
 
 
 def measure(cut: tuple[int, int], tensors: int, repeat: int) -> dict[str, float]:
-    """Seconds for all ``tensors``, but for DCP's validation seconds a tensor."""
+    """Return the seconds for all ``tensors``; for DCP's validation, the seconds for one tensor."""
     check_that_it_proves(cut)
     metadata = {f"t{n}": saved(cut) for n in range(tensors)}
     gathered = plans(cut, tensors, processes=4)

@@ -1,4 +1,4 @@
-"""A fair stopwatch: contenders take turns, on memory that is warm for all of them."""
+"""A fair stopwatch: contenders take turns, and each finds warm memory."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Contender:
     """Something to time.
 
     Args:
-        name: of the contender in the results.
-        run: what is timed.
-        prepare: runs before, not timed: removes the last result, so that only a new one can pass the check.
-        check: runs after, not timed: raises if the result is wrong.
+        name: the contender's name in the results.
+        run: the function to time.
+        prepare: a function to call before, not timed. It removes the last result, so that only a new one passes.
+        check: a function to call after, not timed. It raises an error if the result is wrong.
     """
 
     name: str
@@ -36,15 +36,14 @@ class Contender:
 
 
 class WarmMemory:
-    """Memory kept from the system, and given back just before something is timed.
+    """Memory kept from the system, and released just before a contender is timed.
 
-    A virtual machine may hand memory that is free to its host, within two seconds, and the next touch of such a page
-    costs more than ten times as much: a GiB went to the page cache in 0.2 s or in 3 s, as chance had it. Pages that
-    were freed a moment ago are given out first. Huge ones, because the kernel keeps those on top that it need not
-    put together.
+    A virtual machine may return free memory to its host within two seconds. The next use of such a page costs more
+    than ten times as much: writing a GiB to the page cache took 0.2 s or 3 s by chance. The kernel gives out pages
+    first that were freed a moment ago. Huge pages are used because the kernel prefers them.
 
     Args:
-        nbytes: as much as a contender uses.
+        nbytes: the memory that a contender uses, in bytes.
     """
 
     def __init__(self, nbytes: int):
@@ -52,7 +51,7 @@ class WarmMemory:
         self._map.madvise(mmap.MADV_HUGEPAGE)
 
     def hold(self) -> None:
-        """Have every page, from here on."""
+        """Use every page, so that this object holds it."""
         for start in range(0, len(self._map), mmap.PAGESIZE):
             self._map[start] = 1
 
@@ -61,15 +60,15 @@ class WarmMemory:
 
 
 def tidy() -> None:
-    """Give back to the system what this process does not need now."""
+    """Return the free memory of this process to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def in_turns(contenders: Sequence[Contender], repeat: int, warm: WarmMemory) -> dict[str, list[float]]:
-    """Seconds of each run by contender; a first round is not counted.
+    """Return the seconds of each run by contender. A first round is not counted.
 
-    Every round runs each contender once, so that whatever else the machine does meets all of them alike.
+    Every round runs each contender once, so that other work of the machine slows all contenders alike.
     """
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for number in range(repeat + 1):
@@ -81,19 +80,19 @@ def in_turns(contenders: Sequence[Contender], repeat: int, warm: WarmMemory) -> 
 
 
 def processor_time(contender: Contender, repeat: int, warm: WarmMemory) -> list[float]:
-    """Seconds of processor time that each run takes, by the number of processors: no run can be faster."""
+    """Return each run's processor time divided by the number of processors, in seconds. No run can be faster."""
     return [_timed(contender, warm, time.process_time) / (os.cpu_count() or 1) for _ in range(repeat)]
 
 
 def ratio(measured: Measured, slower: str, *faster: str) -> float:
-    """A contender's median by the sum of the others' medians."""
+    """Return one contender's median divided by the sum of the others' medians."""
     return statistics.median(measured[slower]) / sum(statistics.median(measured[name]) for name in faster)
 
 
 def _timed(contender: Contender, warm: WarmMemory, clock: Callable[[], float] = time.perf_counter) -> float:
     contender.prepare()
     gc.collect()
-    os.sync()  # what was written before must not be flushed while this runs
+    os.sync()  # earlier writes must not be flushed during the run
     warm.hold()
     warm.release()
     start = clock()

@@ -1,8 +1,7 @@
-"""The table of what a checkpoint holds."""
+"""The table of a checkpoint's contents."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -12,13 +11,11 @@ from typing import Any
 
 from rich.box import SIMPLE
 from rich.table import Table
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What the keys that share a row of the table have in common."""
+    """The properties that all keys in one row of the table share."""
 
     key: str
     shape: str
@@ -27,17 +24,17 @@ class Kind:
     chunks: int
 
 
-def contents(checkpoint: Path, layouts: Mapping[str, Any]) -> Table:
-    """A table of the checkpoint's metadata. Layers share rows, and so do AdamW's two moments.
+def contents(checkpoint: Path, items: Mapping[str, Mapping[str, Any]], layouts: Mapping[str, Any]) -> Table:
+    """Return a table of a checkpoint. Layers share rows, and so do AdamW's two moments.
 
     Args:
-        checkpoint: its folder.
-        layouts: of the saved tensors by key, with the shards of each.
+        checkpoint: the checkpoint's folder.
+        items: shape, dtype, chunks and bytes by key, as ``plain.items`` returns them.
+        layouts: the layouts of the saved tensors by key.
     """
-    metadata = FileSystemReader(checkpoint).read_metadata()
     rows: dict[Kind, list[int]] = defaultdict(list)
-    for key, nbytes in stored_bytes(metadata).items():
-        rows[kind_of(key, metadata, layouts)].append(nbytes)
+    for key, item in items.items():
+        rows[kind_of(key, item, layouts)].append(item["bytes"])
 
     files = ", ".join(f"{file.name} ({file.stat().st_size:,} bytes)" for file in sorted(checkpoint.iterdir()))
     table = Table(
@@ -61,32 +58,18 @@ def contents(checkpoint: Path, layouts: Mapping[str, Any]) -> Table:
     return table
 
 
-def stored_bytes(metadata: Metadata) -> dict[str, int]:
-    """By key: of a tensor its elements', of an object the file's, which includes ``torch.save``'s frame."""
-    in_file: dict[str, int] = defaultdict(int)
-    for index, info in metadata.storage_data.items():
-        in_file[index.fqn] += info.length
-    return {
-        key: sum(math.prod(chunk.sizes) for chunk in saved.chunks) * saved.properties.dtype.itemsize
-        if isinstance(saved, TensorStorageMetadata)
-        else in_file[key]
-        for key, saved in metadata.state_dict_metadata.items()
-    }
-
-
-def kind_of(key: str, metadata: Metadata, layouts: Mapping[str, Any]) -> Kind:
-    saved = metadata.state_dict_metadata[key]
-    if not isinstance(saved, TensorStorageMetadata):
+def kind_of(key: str, item: Mapping[str, Any], layouts: Mapping[str, Any]) -> Kind:
+    if "shape" not in item:
         family, dot, _ = key.partition(".")
         return Kind(family + (dot and ".…"), "", "object", "", 1)
     family = re.sub(r"(layers|state)\.\d+\.", r"\1.*.", key)
     family = re.sub(r"exp_avg(_sq)?$", "exp_avg(_sq)", family)
-    dtype = str(saved.properties.dtype).removeprefix("torch.")
-    return Kind(family, " x ".join(map(str, saved.size)) or "scalar", dtype, in_words(layouts[key]), len(saved.chunks))
+    shape = " x ".join(map(str, item["shape"])) or "scalar"
+    return Kind(family, shape, item["dtype"], in_words(layouts[key]), item["chunks"])
 
 
 def in_words(layout: Mapping[str, Any]) -> str:
-    """A tensor's sharding, read off its shards: tiles in each dimension, and replicas."""
+    """Return a tensor's sharding, computed from its shards: the tiles in each dimension, and the replicas."""
     shards = layout["shards"]
     if len(shards) == 1:
         return "host"

@@ -1,4 +1,4 @@
-"""The chart of ``bench_storage``: times relative to those of stock storage."""
+"""The chart of ``scripts/benchmarks/storage``: times relative to stock storage."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench_storage_cases import Row
-from bench_storage_sides import DCP, OURS, Orbax
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-WIDTH, DPI = 7.2, 120  # inches, and pixels in each: 864 pixels
+from benchmarks.storage_parts.cases import Row
+from benchmarks.storage_parts.sides import DCP, OURS, Orbax
+
+WIDTH, DPI = 7.2, 120  # inches, and pixels an inch: 864 pixels
 BAR = 0.8 / 3
 PEER_COLOUR, COLOURS = "#c4c4c4", {OURS.name: "#1b6ca8", Orbax.name: "#e3a857"}
 
 
 def draw(rows: Sequence[Row], size: str, path: Path) -> None:
-    """Draw a group of bars for each case: the peer's, ours, and Orbax's where it took part.
+    """Draw a group of bars for each case: the peer, ours, and Orbax if it took part.
 
     Args:
-        rows: those in seconds are drawn.
-        size: of the state, in words.
-        path: of the PNG.
+        rows: the measured rows; rows in bytes are left out.
+        size: the size of the state in words, for the title.
+        path: the PNG file to write.
     """
     rows = [row for row in rows if row.unit == "seconds"]
     figure = Figure(figsize=(WIDTH, 1.4 + 0.65 * len(rows)), dpi=DPI, layout="constrained")
@@ -30,7 +31,7 @@ def draw(rows: Sequence[Row], size: str, path: Path) -> None:
     for place, row in enumerate(rows):
         draw_case(axes, place, row)
     axes.set_yticks(range(len(rows)), [label(row) for row in rows])
-    axes.set_xlim(0, axes.get_xlim()[1] * 1.12)  # room for the words behind the longest bar
+    axes.set_xlim(0, axes.get_xlim()[1] * 1.12)  # room for the label of the longest bar
     axes.invert_yaxis()
     axes.set_xlabel("time, stock storage = 1 (shorter is faster)")
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,14 +1,15 @@
 """One training process of the demo: a small Llama on a mesh of eight virtual devices.
 
-    export PJRT_DEVICE=CPU CPU_NUM_DEVICES=8
-    python scripts/demo_train.py --mesh 4x2 --run DIR --report FILE --losses FILE --steps 48 --compare-at 24
-    python scripts/demo_train.py --mesh 2x4 --run DIR --report FILE --losses FILE --steps 48 --from-step 24
+    export PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 PYTHONPATH=$PWD:$PWD/scripts
+    python -m demo_parts.train --mesh 4x2 --run DIR --report FILE --losses FILE --steps 48 --compare-at 24
+    python -m demo_parts.train --mesh 2x4 --run DIR --report FILE --losses FILE --steps 48 --from-step 24
 
-The first trains a run, or goes on with it where it was when it was stopped or killed; the second goes on from one of
-its steps on another mesh, and saves nothing. Prints one line of JSON per event (progress, losses), and leaves in the
-report file what the orchestrator compares: digests and layouts of the whole state at one step. The part worth copying
-is ``Training``: ``state`` gathers what a run needs to go on, and ``restore`` puts it back on whatever mesh this process
-has, into a model without data and an optimizer that never took a step.
+The first command trains a run; after a stop or a kill, the same command goes on from the newest step. The second
+command waits until that step is committed, goes on from it on another mesh, and saves nothing. Both print one line of
+JSON for each event. The report file gets the digests and layouts of the whole state at one step, for the comparison.
+
+``Training`` is the part to copy. ``state`` returns everything that a run needs to go on. ``restore`` loads it on the
+mesh of this process, into a model without data and an optimizer without state.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
-from demo_digest import digests
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import torch_xla_ckpt as xc
+from demo_parts.digests import digests
+from demo_parts.waiting import wait_for_commit
 from torch_xla_ckpt.device import access_of
 
 BATCH, SEQUENCE = 8, 64  # bytes
@@ -45,12 +47,12 @@ SAVE_EVERY = 8  # steps
 
 
 class Training:
-    """A model, its optimizer and everything else that decides how training goes on.
+    """A model, its optimizer, and everything else that training depends on.
 
     Args:
-        mesh: with the axes "fsdp" and "tensor".
-        steps: length of the whole run, which the learning rate's schedule needs.
-        empty: build the model without data, for ``restore``.
+        mesh: a mesh with the axes "fsdp" and "tensor".
+        steps: the number of steps of the whole run, for the learning rate's schedule.
+        empty: True builds the model on the meta device, for ``restore``.
     """
 
     def __init__(self, mesh: xs.Mesh, steps: int, empty: bool = False):
@@ -68,14 +70,14 @@ class Training:
         self.optim = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optim, lambda step: rate(step, steps))
         self.step = 0
-        self.position = 0  # of the next sample
+        self.position = 0  # index of the next sample
         xm.set_rng_state(0)
 
     def train_step(self) -> float:
-        """Train on the next batch; returns its loss in nats per byte."""
+        """Train on the next batch; return its loss in nats per byte."""
         text = batch(self.text, self.position)
-        # Noise from the host's generator here, dropout from the device's in the model: a resumed run can follow the
-        # uninterrupted one only if both generators go on where they were.
+        # The noise uses the host's random generator, and the model's dropout uses the device's. A resumed run follows
+        # the uninterrupted run only if both generators are restored.
         noise = torch.rand(text.shape) < 0.02
         inputs = torch.where(noise, torch.randint(256, text.shape), text).to("xla")
         labels = text.to("xla")
@@ -93,7 +95,7 @@ class Training:
         return loss.item()
 
     def state(self) -> dict[str, Any]:
-        """All that a new process needs to go on from here."""
+        """Return everything that a new process needs to go on from here."""
         return {
             "model": self.model.state_dict(),
             "optim": self.optim.state_dict(),
@@ -109,7 +111,7 @@ class Training:
         }
 
     def restore(self, manager: xc.CheckpointManager, step: int) -> None:
-        """Go on from a step that was saved on any mesh."""
+        """Restore a step that was saved on any mesh."""
         state: dict[str, Any] = {"scheduler": self.scheduler, "rng": {}, "data": {}, "step": None}
         sharding = functools.partial(shard, mesh=self.mesh)
         manager.restore(step, state, model=self.model, optimizer=self.optim, sharding=sharding)
@@ -122,13 +124,13 @@ class Training:
 
 
 def build_model() -> LlamaForCausalLM:
-    """19 million parameters; one token is one byte. The odd width makes some shards smaller than others."""
+    """Build the model; one token is one byte. The odd width makes some shards smaller than others."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=256,
-            hidden_size=512,
-            intermediate_size=1366,
-            num_hidden_layers=6,
+            hidden_size=256,
+            intermediate_size=683,
+            num_hidden_layers=4,
             num_attention_heads=8,
             max_position_embeddings=SEQUENCE,
             attention_dropout=0.1,
@@ -138,7 +140,7 @@ def build_model() -> LlamaForCausalLM:
 
 
 def build_empty() -> LlamaForCausalLM:
-    """The same model on the meta device, which takes no memory."""
+    """Build the same model on the meta device, where it takes no memory."""
     with torch.device("meta"):
         model = build_model()
     model.model.rotary_emb = LlamaRotaryEmbedding(model.config)  # no checkpoint has it, and it cannot reset itself
@@ -146,7 +148,7 @@ def build_empty() -> LlamaForCausalLM:
 
 
 def shard(model: LlamaForCausalLM, mesh: xs.Mesh) -> None:
-    """Tile the matrices over the mesh; the compiler decides about what is not marked, the norms."""
+    """Shard the matrices over the mesh. The norms are not marked, so the compiler decides on their sharding."""
     for name, parameter in model.named_parameters():
         layer = name.split(".")[-2]
         if layer == "embed_tokens":
@@ -158,7 +160,7 @@ def shard(model: LlamaForCausalLM, mesh: xs.Mesh) -> None:
 
 
 def corpus() -> torch.Tensor:
-    """Sources of the Python standard library, as one tensor of bytes."""
+    """Return sources of the Python standard library as one tensor of bytes."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = b"".join(file.read_bytes() for file in files)[:CORPUS_BYTES]
     if len(text) < 100_000:
@@ -167,18 +169,18 @@ def corpus() -> torch.Tensor:
 
 
 def batch(text: torch.Tensor, position: int) -> torch.Tensor:
-    """The samples at ``position`` and after: nothing but the position decides what they are."""
+    """Return the batch of samples at ``position``; the samples depend on the position alone."""
     starts = [(position + n) * 1_000_003 % (len(text) - SEQUENCE) for n in range(BATCH)]
     return torch.stack([text[start : start + SEQUENCE] for start in starts]).long()
 
 
 def rate(step: int, steps: int) -> float:
-    """Linear warm-up, then half a cosine."""
+    """Return the learning rate's factor: a linear warm-up, then half a cosine."""
     return min(1.0, (step + 1) / WARM_UP) * (1 + math.cos(math.pi * step / steps)) / 2
 
 
 def layouts(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What each device holds of each tensor, read from the live tensors."""
+    """Return the boxes of each tensor by device, read from the live tensors."""
     found = {}
     for key, value in flatten_state_dict(dict(state))[0].items():
         if isinstance(value, torch.Tensor):
@@ -196,49 +198,55 @@ def emit(event: str, **facts: object) -> None:
 
 
 def report(training: Training, path: Path) -> None:
-    """Write down the whole state as it lies on the devices now."""
+    """Write the digests and layouts of the current state on the devices to a file."""
     state = training.state()
     found = json.dumps({"digests": digests(state), "layouts": layouts(state)})
     temporary = path.with_suffix(".tmp")
     temporary.write_text(found, encoding="utf-8")
-    temporary.replace(path)  # whole or not at all, should this process be killed
+    temporary.replace(path)  # in one step, so that a kill leaves no torn file
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--mesh", required=True, help="fsdp x tensor, for example 4x2")
-    parser.add_argument("--run", type=Path, required=True, help="where the steps are saved")
+    parser.add_argument("--run", type=Path, required=True, help="folder of the run")
     parser.add_argument("--report", type=Path, required=True)
-    parser.add_argument("--losses", type=Path, required=True, help="a line is added for each step")
+    parser.add_argument("--losses", type=Path, required=True, help="file that gets one line for each step")
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--compare-at", type=int, help="save now and then, and report the state after so many steps")
-    parser.add_argument("--from-step", type=int, help="go on from this step, and save nothing")
+    parser.add_argument("--compare-at", type=int, help="train and save, and report the state after this step")
+    parser.add_argument("--from-step", type=int, help="go on from this step and save nothing")
     return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
     xr.use_spmd()
+    saves = args.from_step is None
+    if not saves:
+        wait_for_commit(args.run / str(args.from_step))
     shape = tuple(int(n) for n in args.mesh.split("x"))
     keep = xc.keep.Latest(2) | xc.keep.Every(steps=SAVE_EVERY * 3)
-    with xc.CheckpointManager(args.run, SAVE_EVERY, keep=keep, device_memory_limit=1 << 30) as manager:
-        start = manager.latest_step() if args.from_step is None else args.from_step
+    with xc.CheckpointManager(
+        args.run, SAVE_EVERY, keep=keep, chkpt_on_preemption=saves, device_memory_limit=1 << 30
+    ) as manager:
+        start = manager.latest_step() if saves else args.from_step
         training = Training(xs.Mesh(np.arange(8), shape, ("fsdp", "tensor")), args.steps, empty=start is not None)
         emit("built", parameters=sum(p.numel() for p in training.model.parameters()), corpus=len(training.text))
         if start is not None:
             begun = time.perf_counter()
             training.restore(manager, start)
             emit("restored", seconds=time.perf_counter() - begun, step=training.step)
-        if args.from_step is not None:
+        if not saves:
             report(training, args.report)
         run(training, manager, args)
         manager.wait()
-        if args.from_step is None:
+        if saves:
             emit("history", table=str(manager.history()))
 
 
 def run(training: Training, manager: xc.CheckpointManager, args: argparse.Namespace) -> None:
-    """Train until the end, or until the machine is about to be taken away (SIGTERM)."""
+    """Train until the end, or until a preemption (SIGTERM)."""
+    saved = False
     while training.step < args.steps:
         step, loss = training.step, training.train_step()
         with args.losses.open("a", encoding="utf-8") as losses:
@@ -250,9 +258,10 @@ def run(training: Training, manager: xc.CheckpointManager, args: argparse.Namesp
             report(training, args.report)
         begun = time.perf_counter()
         if manager.save_async(training.step, training.state(), metrics={"loss": loss}):
-            emit("saving", seconds=time.perf_counter() - begun, step=training.step)
+            emit("saving", seconds=time.perf_counter() - begun, step=training.step, first=not saved)
+            saved = True
         if manager.reached_preemption(training.step):
-            raise SystemExit("stopped by SIGTERM; run it again to go on")
+            raise SystemExit("SIGTERM has stopped the training. Run it again to go on.")
 
 
 if __name__ == "__main__":
