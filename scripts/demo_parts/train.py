@@ -130,7 +130,7 @@ def build_model() -> LlamaForCausalLM:
             vocab_size=256,
             hidden_size=256,
             intermediate_size=683,
-            num_hidden_layers=4,
+            num_hidden_layers=2,
             num_attention_heads=8,
             max_position_embeddings=SEQUENCE,
             attention_dropout=0.1,
