@@ -11,8 +11,8 @@ from typing import Any
 
 from demo_parts.pictures import pretty
 
-# Meshes add in different orders, so losses agree to rounding: below 1e-6 was seen. A run that has lost the state of one
-# random generator differs by 3e-3 or more.
+# Meshes add in different orders, so losses agree to rounding: below 1e-6 was seen. Without the state
+# of one random generator, a resumed run was off by 8e-3 or more.
 TOLERANCE = 1e-4  # nats per byte
 
 

@@ -15,6 +15,7 @@ import torch_xla_ckpt as xc
 from support.meshes import mesh, put, random_bits
 from support.paths import ROOT
 from support.s3 import Server
+from torch_xla_ckpt import testing
 
 README = ROOT / "README.md"
 API = ROOT / "docs" / "api.md"
@@ -45,8 +46,11 @@ def test_every_snippet_of_the_readme_runs_as_it_stands(tmp_path, monkeypatch):
         names = run_snippets(README)
     weights = {"model": {}}
     xc.load(weights, "run/24")
-    assert torch.equal(weights["model"]["weight"], names["model"].weight.cpu())
     assert names["manager"].all_steps() == [10, 20, 24] and names["scheduler"].last_epoch == 25
+    # The recipe with a new head loaded the body from the first checkpoint, and left the head alone.
+    assert torch.equal(names["weights"]["model"]["0.weight"], names["model"][0].weight.cpu())
+    assert not torch.equal(names["weights"]["model"]["0.weight"], weights["model"]["0.weight"])
+    assert names["model"][1].weight.shape == (10, 512)
 
 
 def test_the_readme_is_at_most_120_lines_long():
@@ -61,7 +65,7 @@ def test_every_snippet_of_the_api_runs_as_it_stands(tmp_path, monkeypatch):
 def test_the_api_has_a_line_and_an_example_for_every_public_name():
     text = API.read_text(encoding="utf-8")
     parts = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", text, re.DOTALL | re.MULTILINE))
-    public = set(xc.__all__)
+    public = {*xc.__all__, *testing.__all__}
     assert set(parts) == public, f"missing: {public - set(parts)}; no public names: {set(parts) - public}"
     for name, part in parts.items():
         line, found, _ = part.strip().partition("\n\n```python\n")
@@ -98,6 +102,11 @@ def test_every_path_that_a_page_names_exists(page):
         assert (page.parent / link).exists(), link
     for program in PROGRAM.findall(text):
         assert (ROOT / program).exists(), program
+
+
+def test_the_map_of_rooms_is_up_to_date():
+    program = runpy.run_path(str(ROOT / "scripts" / "map_of_rooms.py"))
+    assert program["PAGE"].read_text(encoding="utf-8") == program["page"](), "run: python3 scripts/map_of_rooms.py"
 
 
 def test_the_reader_in_format_md_reads_with_numpy_alone(tmp_path):
