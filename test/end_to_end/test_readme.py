@@ -104,6 +104,12 @@ def test_every_path_that_a_page_names_exists(page):
         assert (ROOT / program).exists(), program
 
 
+@pytest.mark.parametrize("linter", ["-m ruff check .", "-m ruff format --check .", "-m mypy", "lint-imports"])
+def test_pre_commit_runs_the_linters_of_scripts_test(linter):
+    for name in ("scripts/test", ".pre-commit-config.yaml"):
+        assert linter in (ROOT / name).read_text(encoding="utf-8").replace('"', ""), name
+
+
 def test_the_map_of_rooms_is_up_to_date():
     program = runpy.run_path(str(ROOT / "scripts" / "map_of_rooms.py"))
     assert program["PAGE"].read_text(encoding="utf-8") == program["page"](), "run: python3 scripts/map_of_rooms.py"
