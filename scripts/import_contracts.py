@@ -1,5 +1,6 @@
-"""A contract for import-linter: other rooms import a room through its ``__init__`` only."""
+"""A contract for import-linter: a room is imported through its ``__init__`` only."""
 
+import importlib
 from typing import Any
 
 from grimp import ImportGraph
@@ -11,7 +12,7 @@ class DoorsContract(Contract):
     """No module imports a module inside another room, unless the room's ``__all__`` lists that module.
 
     Options:
-        root: the package whose subpackages are the rooms.
+        root: the name of the package whose subpackages are the rooms.
     """
 
     root = fields.StringField()
@@ -32,7 +33,5 @@ class DoorsContract(Contract):
 
 
 def _is_exported(room: str, module: str) -> bool:
-    import importlib
-
     names: Any = getattr(importlib.import_module(room), "__all__", ())
     return module.removeprefix(f"{room}.") in names
