@@ -11,7 +11,7 @@ from torch_xla_ckpt.errors import (
     ReplacedCheckpointError,
     UnsafeObjectError,
 )
-from torch_xla_ckpt.manager import CheckpointManager, keep, when
+from torch_xla_ckpt.manager import CheckpointManager, History, Record, Verdict, keep, when
 from torch_xla_ckpt.planner import SPMDLoadPlanner, SPMDSavePlanner
 from torch_xla_ckpt.reports import LoadReport, Outcome, Span, Timeline
 from torch_xla_ckpt.restoring import prime_optimizer, restore
@@ -26,11 +26,13 @@ __all__ = [
     "ConcurrentSaveError",
     "CorruptCheckpointError",
     "Damage",
+    "History",
     "IncompleteCheckpointError",
     "LoadReport",
     "MismatchError",
     "Outcome",
     "PerRank",
+    "Record",
     "ReplacedCheckpointError",
     "SPMDLoadPlanner",
     "SPMDSavePlanner",
@@ -40,6 +42,7 @@ __all__ = [
     "Span",
     "Timeline",
     "UnsafeObjectError",
+    "Verdict",
     "VerifyReport",
     "async_save",
     "keep",

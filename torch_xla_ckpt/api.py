@@ -6,7 +6,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -108,7 +108,24 @@ def async_save(
         storage_writer = ShardWriter(given(path), sync=sync, step=step, user_metadata=user_metadata)
     elif path is not None:
         storage_writer.reset(path)
-    writer = storage_writer
+    return save_staged(state_dict, storage_writer, stager)
+
+
+def save_staged(
+    state_dict: dict[str, Any],
+    writer: dcp.StorageWriter,
+    stager: SPMDStager,
+    *,
+    before_writing: Callable[[], None] | None = None,
+) -> AsyncSave:
+    """Copy a state and save the copy in the stager's thread; see ``async_save``.
+
+    Args:
+        state_dict: the state.
+        writer: the DCP storage to write with.
+        stager: makes the copy and runs the save.
+        before_writing: called in the stager's thread before the save begins there.
+    """
 
     def state() -> dict[str, Any]:
         return {key: _dcp.state_of(value) for key, value in state_dict.items()}
@@ -117,6 +134,8 @@ def async_save(
         if isinstance(writer, ShardWriter):
             writer.timeline = timeline
         with _abandoning(writer):
+            if before_writing is not None:
+                before_writing()
             return _dcp.save(copied, writer, SPMDSavePlanner(), group, group is None)
 
     return stager.run(state, write, _location(writer))

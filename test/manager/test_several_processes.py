@@ -1,4 +1,4 @@
-"""CheckpointManager with several processes: they decide alike, and hear of each other's misfortunes."""
+"""CheckpointManager on several ranks with XLA devices: same decisions, and errors that reach all ranks."""
 
 import pytest
 
@@ -6,6 +6,6 @@ from support import hosts
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_processes_agree(tmp_path, world):
+def test_ranks_make_the_same_decisions(tmp_path, world):
     for said in hosts.run(world, "all_scenarios", tmp_path):
         assert said.count(" passed") == 7, said
