@@ -6,7 +6,6 @@ import operator
 import os
 from collections.abc import Mapping
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -27,12 +26,12 @@ from torch_xla_ckpt.manager.verdicts import Verdict
 from torch_xla_ckpt.manager.when import WhenLike
 from torch_xla_ckpt.reports import LoadReport
 from torch_xla_ckpt.restoring import Sharding
-from torch_xla_ckpt.runtime import close_after_block, forks
-from torch_xla_ckpt.staging import SPMDStager
+from torch_xla_ckpt.runtime import forks
+from torch_xla_ckpt.staging import ClosesOnExit, SPMDStager
 from torch_xla_ckpt.storage import REQUEST_TIMEOUT, Location
 
 
-class CheckpointManager:
+class CheckpointManager(ClosesOnExit):
     """Saves the steps of a run below one path, keeps those that a policy wants, and restores the newest.
 
     A replacement for ``torch_xla.experimental.distributed_checkpoint.CheckpointManager``: positional arguments and
@@ -345,12 +344,6 @@ class CheckpointManager:
         finally:
             self._schedule.close()
             self._run.close()
-
-    def __enter__(self) -> CheckpointManager:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        close_after_block(self.close, error)
 
     def _is_due(self, step: int, force: bool) -> bool:
         if self._is_closed:
