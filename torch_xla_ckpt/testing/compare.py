@@ -162,7 +162,7 @@ class _Walk:
         else:
             found = first_difference(rows_of_array(a), rows_of_array(b), a.shape)
             if found is not None:
-                x, y = a[found.index], b[found.index]
+                x, y = a[found.at], b[found.at]
                 self._differ(key, element_text(found, a.size, two_values(x, y, x.tobytes(), y.tobytes())))
 
     def _visit_objects(self, key: str, a: Any, b: Any) -> None:
@@ -172,8 +172,9 @@ class _Walk:
             if a != b:
                 self._differ(key, f"{shown(a)} and {shown(b)}")
             return
-        if parts[0].attributes is not None and parts[1].attributes is not None:
-            self._wait_for([_Pair(key, part_a, part_b) for part_a, part_b in zip(*parts)])
+        (attributes, rest), (other_attributes, other_rest) = parts
+        if attributes is not None or other_attributes is not None:
+            self._wait_for([_Pair(key, attributes or {}, other_attributes or {}), _Pair(key, rest, other_rest)])
         elif _differences(*parts):
             self._differ(key, f"{shown(a)} and {shown(b)}")
 
@@ -204,7 +205,7 @@ def _pickled_parts(value: Any) -> _Parts:
     rest = (make, arguments, list(elements or ()), list(items or ()), more)
     if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):  # attributes in slots
         state = {**(state[0] or {}), **state[1]}
-    return _Parts(state, rest) if isinstance(state, dict) else _Parts(None, (rest, state))
+    return _Parts(state, (*rest, None)) if isinstance(state, dict) else _Parts(None, (*rest, state))
 
 
 def _tensor_differences(tensors: Mapping[int, _Pair]) -> Iterator[_Difference]:

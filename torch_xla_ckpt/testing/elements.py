@@ -18,12 +18,12 @@ class Found(NamedTuple):
 
     Args:
         number: how many elements differ.
-        index: the first of them.
+        at: the index of the first of them.
         flat: its number in row-major order.
     """
 
     number: int
-    index: tuple[int, ...]
+    at: tuple[int, ...]
     flat: int
 
 
@@ -57,7 +57,7 @@ def element(tensor: torch.Tensor, flat: int) -> Any:
 
 
 def element_text(found: Found, size: int, values: str) -> str:
-    at = f" at {list(found.index)}" if found.index else ""
+    at = f" at {list(found.at)}" if found.at else ""
     if size == 1:
         return values
     return f"{found.number:,} of {size:,} elements differ, first{at}: {values}"

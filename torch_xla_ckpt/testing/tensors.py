@@ -19,7 +19,7 @@ def tensor_difference(key: str, a: TensorHandle, b: TensorHandle) -> str | None:
         if found is None:
             continue
         number += found.number
-        index = tuple(offset + n for offset, n in zip(box.offsets, found.index))
+        index = tuple(offset + n for offset, n in zip(box.offsets, found.at))
         if first is None or index < first:
             bits = (rows_of_tensor(t)[found.flat].tobytes() for t in (x, y))
             first, values = index, two_values(element(x, found.flat), element(y, found.flat), *bits)

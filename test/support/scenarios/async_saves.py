@@ -25,45 +25,51 @@ def stager_of(rank, world, mode="device", **options):
     return xc.SPMDStager(mode, part_bytes=4096, access=hosts.share_access(rank, world), **options)
 
 
-def saves_between_barriers(rank, world, folder):
+def saves_between_barriers(rank, world, folder, mode):
     """Training loops that wait for each other at random, while async saves of several kinds go on.
 
     Saves and barriers come at the same steps in all processes, delays do not. DCP's own calls are given no process
     group, so they would use the one that the barriers are in.
     """
     together, own = random.Random(11), random.Random(rank)
-    for mode in ("device", "host"):
-        training, expected = Training(), {}
-        with stager_of(rank, world, mode, max_pending=2) as stager:
-            for step in range(40):
-                training.step()
-                what = together.choice(["xc", "dcp", "save", "barrier", "reduce", "nothing"])
-                path = Path(folder) / f"{world}-{mode}-{step if what == 'dcp' else step % 4}"
-                threading.Event().wait(own.random() * 0.02)
-                if what in ("xc", "dcp", "save"):
-                    expected[path] = on_host(training.state())
-                if what == "xc":
-                    xc.async_save(training.state(), path, stager=stager)
-                elif what == "dcp":
-                    writer, planner = xc.ShardWriter(path, sync=False), xc.SPMDSavePlanner()
-                    dcp.async_save(training.state(), storage_writer=writer, planner=planner, async_stager=stager)
-                elif what == "save":
-                    xc.save(training.state(), path, sync=False)
-                for _ in range(together.randrange(4)):
-                    if together.random() < 0.5:
-                        dist.barrier()
-                    else:
-                        total = torch.tensor([rank])
-                        dist.all_reduce(total)
-                        assert total.item() == sum(range(world))
-        dist.barrier()
-        for path, state in expected.items():
-            found = {key: torch.zeros_like(v) if isinstance(v, torch.Tensor) else None for key, v in state.items()}
-            dcp.load(found, checkpoint_id=path, no_dist=True)
-            for key, value in state.items():
-                same = torch.equal(found[key], value) if isinstance(value, torch.Tensor) else found[key] == value
-                assert same, (path, key)
-        print(f"{mode}: {len(expected)} passed", flush=True)
+    training, expected = Training(), {}
+    with stager_of(rank, world, mode, max_pending=2) as stager:
+        for step in range(40):
+            training.step()
+            what = together.choice(["xc", "dcp", "save", "barrier", "reduce", "nothing"])
+            path = Path(folder) / f"{world}-{mode}-{step if what == 'dcp' else step % 4}"
+            threading.Event().wait(own.random() * 0.02)
+            if what in ("xc", "dcp", "save"):
+                expected[path] = on_host(training.state())
+            if what == "xc":
+                xc.async_save(training.state(), path, stager=stager)
+            elif what == "dcp":
+                writer, planner = xc.ShardWriter(path, sync=False), xc.SPMDSavePlanner()
+                dcp.async_save(training.state(), storage_writer=writer, planner=planner, async_stager=stager)
+            elif what == "save":
+                xc.save(training.state(), path, sync=False)
+            for _ in range(together.randrange(4)):
+                if together.random() < 0.5:
+                    dist.barrier()
+                else:
+                    total = torch.tensor([rank])
+                    dist.all_reduce(total)
+                    assert total.item() == sum(range(world))
+    dist.barrier()
+    for path, state in expected.items():
+        found = {key: torch.zeros_like(v) if isinstance(v, torch.Tensor) else None for key, v in state.items()}
+        dcp.load(found, checkpoint_id=path, no_dist=True)
+        for key, value in state.items():
+            same = torch.equal(found[key], value) if isinstance(value, torch.Tensor) else found[key] == value
+            assert same, (path, key)
+
+
+def device_snapshots_between_barriers(rank, world, folder):
+    saves_between_barriers(rank, world, folder, "device")
+
+
+def host_snapshots_between_barriers(rank, world, folder):
+    saves_between_barriers(rank, world, folder, "host")
 
 
 class Broken:
@@ -218,28 +224,6 @@ def the_group_is_destroyed_before_the_end(rank, world, folder):
     stager.close()
 
 
-def who_to_blame(rank, world, folder):
-    one_never_begins(rank, world, folder)
-    print("one_never_begins passed", flush=True)
-    the_group_is_destroyed_before_the_end(rank, world, folder)
-    print("the_group_is_destroyed_before_the_end passed", flush=True)
-    os._exit(0)  # there is no group to leave
-
-
-def quick(rank, world, folder):
-    """Several short scenarios in one start of the processes."""
-    for scenario in (
-        one_cannot_copy,
-        one_cannot_write,
-        one_gives_up,
-        one_gives_up_before_its_turn,
-        a_group_of_some,
-    ):
-        scenario(rank, world, folder)
-        dist.barrier()
-        print(f"{scenario.__name__} passed", flush=True)
-
-
 def one_dies(rank, world, folder):
     """The other ranks name the dead rank within the timeout, and the previous checkpoint is still there."""
     path = Path(folder) / "dies"
@@ -258,7 +242,6 @@ def one_dies(rank, world, folder):
     found = {"t": torch.ones(3)}
     dcp.load(found, checkpoint_id=path, no_dist=True)
     assert not found["t"].any()
-    print("passed", flush=True)
     os._exit(0)  # leaving a group with a dead rank would hang
 
 
@@ -273,9 +256,8 @@ def async_saves_without_a_stager(rank, world, folder):
     if rank == 1:
         writer.write_data = full
     xc.async_save({"t": torch.ones(3)}, storage_writer=writer)
-    with pytest.raises(xc.CheckpointError, match="an earlier async save failed: rank 1: OSError: no space left"):
+    with pytest.raises(xc.CheckpointError, match=r"an earlier async save failed: .*rank 1: OSError: no space left"):
         xc.async_save({"t": torch.ones(3)}, path)
     found = {"t": torch.zeros(3)}
     dcp.load(found, checkpoint_id=path, no_dist=True)
     assert found["t"].eq(1).all()  # of the second save
-    print("passed", flush=True)
