@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -17,19 +17,13 @@ from torch_xla_ckpt.manager.origin import Origin, origin_of
 from torch_xla_ckpt.manager.rng import RNG_KEY, Generators
 from torch_xla_ckpt.manager.run import Run
 from torch_xla_ckpt.manager.steps import Steps
-from torch_xla_ckpt.planner import Policy
 from torch_xla_ckpt.reports import LoadReport
-from torch_xla_ckpt.restoring import Sharding, require_restorable, restore
+from torch_xla_ckpt.restoring import OPTIONS, Sharding, require_restorable, restore
 from torch_xla_ckpt.storage import Location, ShardReader
 
 logger = logging.getLogger(__name__)
 
-LOAD_OPTIONS = (*(field.name for field in fields(Policy)), "placement", "allow_types", "trust_pickle")
-"""Keyword arguments of ``restore`` and ``restore_latest`` that go to ``torch_xla_ckpt.load`` as they are."""
-
-_ARGUMENTS = ("model", "optimizer", "sharding", "mesh", *LOAD_OPTIONS)
-
-# Options of ``torch_xla_ckpt.load`` and ``restore`` that a manager does not take, and what to do instead.
+# Options of ``torch_xla_ckpt.restore`` that a manager does not take, and what to do instead.
 _ELSEWHERE = {
     "path": "the manager restores from its own path. To start from another one, pass initial_path= to it",
     "model_key": "pass the module under the key that it has in the checkpoint, such as net=model",
@@ -41,6 +35,10 @@ _ELSEWHERE = {
     "verify": "use torch_xla_ckpt.restore with the path of a step",
     "progress": "use torch_xla_ckpt.restore with the path of a step to see a progress bar",
 }
+# Options that the manager's methods declare themselves.
+_DECLARED = ("model", "optimizer", "sharding", "mesh")
+LOAD_OPTIONS = tuple(name for name in OPTIONS if name not in (*_DECLARED, *_ELSEWHERE, "state"))
+"""Keyword arguments of ``restore`` and ``restore_latest`` that go to ``torch_xla_ckpt.restore`` as they are."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class RestoreRequest:
     Args:
         state_dict: the state to fill, by top-level key. Values that cannot be filled in place are replaced in it.
         named: more of the state, by top-level key. All of these values can be filled in place.
-        options: options for ``torch_xla_ckpt.load``.
+        options: policies for keys that do not fit, as for ``torch_xla_ckpt.load``.
         model, optimizer, sharding, mesh: see ``torch_xla_ckpt.restore``.
     """
 
@@ -234,7 +232,7 @@ def _require_state(call: str, name: str, value: object) -> None:
     if call == "restore_latest":
         remedy += ". The number of the step is what restore_latest returns"
     try:
-        require_restorable(name, value, call=call, remedy=remedy, options=_ARGUMENTS)
+        require_restorable(name, value, call=call, remedy=remedy, options=(*_DECLARED, *LOAD_OPTIONS))
     except TypeError:
         if name not in _ELSEWHERE:
             raise
