@@ -12,7 +12,7 @@ from torch_xla_ckpt.errors import (
     ReplacedCheckpointError,
     UnsafeObjectError,
 )
-from torch_xla_ckpt.manager import CheckpointManager, History, Verdict, keep, when
+from torch_xla_ckpt.manager import CheckpointManager, History, Record, Verdict, keep, when
 from torch_xla_ckpt.planner import SPMDLoadPlanner, SPMDSavePlanner
 from torch_xla_ckpt.reports import LoadReport, Outcome, Span, Timeline
 from torch_xla_ckpt.restoring import prime_optimizer, restore
@@ -35,6 +35,7 @@ __all__ = [
     "MismatchError",
     "Outcome",
     "PerRank",
+    "Record",
     "ReplacedCheckpointError",
     "SPMDLoadPlanner",
     "SPMDSavePlanner",

@@ -131,13 +131,34 @@ def async_save(
         path, storage_writer, storage_options, sync=sync, step=step, user_metadata=user_metadata, progress=False
     )
 
+    return save_staged(state_dict, writer, stager or default_stager())
+
+
+def save_staged(
+    state_dict: dict[str, Any],
+    writer: dcp.StorageWriter,
+    stager: SPMDStager,
+    *,
+    before_writing: Callable[[], None] | None = None,
+) -> AsyncSave:
+    """Copy a state dict and save the copy in the stager's thread; see ``async_save``.
+
+    Args:
+        state_dict: the state.
+        writer: the DCP storage to write with.
+        stager: makes the copy and runs the save.
+        before_writing: called in the stager's thread before the save begins there. Default: nothing is called.
+    """
+
     def write(copied: dict[str, Any], group: dist.ProcessGroup | None, timeline: Timeline) -> Metadata:
         if isinstance(writer, ShardWriter):
             writer.timeline = timeline
         with _abandoned_on_error(writer):
+            if before_writing is not None:
+                before_writing()
             return _dcp.save(copied, writer, SPMDSavePlanner(), group, group is None)
 
-    return (stager or default_stager()).run(lambda: _states(state_dict), write, _location(writer))
+    return stager.run(lambda: _states(state_dict), write, _location(writer))
 
 
 @without_collector

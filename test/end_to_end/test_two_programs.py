@@ -15,6 +15,7 @@ import torch_xla_ckpt as xc
 from support.paths import environment
 from support.s3 import Server, asks, broken_after
 from support.stepwise_saves import files_at, steps_of, value_at
+from torch_xla_ckpt.manager.deletion import StepDeletion
 from torch_xla_ckpt.manager.steps import Steps
 from torch_xla_ckpt.storage import commit, files, lease
 from torch_xla_ckpt.storage.folders import open_folder
@@ -233,8 +234,8 @@ def test_deleting_a_step_spares_a_save_that_commits_while_leases_are_read(place,
         return living(*args)
 
     monkeypatch.setattr(commit, "living", late)
-    with pytest.raises(OSError, match="is committed, so its files stay"):
-        steps.clear(1)
+    with pytest.raises(OSError, match="is committed again, so its files stay"):
+        StepDeletion(steps).clear(1)
     assert value_at(f"{path}/1", options) == 1.0
 
 
@@ -243,7 +244,7 @@ def test_deleting_a_step_of_torch_xlas_manager_spares_a_save_that_is_alive(place
     steps, save = step_of(path, options)
     for name in ("__0_0.distcp", ".manager_metadata"):
         steps.folder(1).put(name, b"torch_xla's")
-    assert steps.clear(1, stock=True) is False, "the folder of a save that is alive must stay"
+    assert StepDeletion(steps).clear(1, stock=True) is False, "the folder of a save that is alive must stay"
     list(save)
     assert value_at(f"{path}/1", options) == 1.0
     assert len(files_at(f"{path}/1", options)) == 3

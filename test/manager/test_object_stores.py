@@ -1,4 +1,4 @@
-"""A manager over object stores: what a store refuses, answers late or lists late, and how much it is asked."""
+"""A manager over object stores: refused requests, late answers, listings that lag, and the number of requests."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def bucket(server, request):
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
-    monkeypatch.setattr("torch_xla_ckpt.manager.steps._PAUSE", 0.001)
+    monkeypatch.setattr("torch_xla_ckpt.manager.retries._PAUSE", 0.001)
     monkeypatch.setattr("torch_xla_ckpt.manager.retention._PAUSE", 0.001)
 
 
@@ -51,7 +51,7 @@ def numbers(bucket):
 
 
 class PerKey:
-    """DeleteObjects as S3 refuses single keys: the answer is 200, and tells of errors. The other keys are deleted."""
+    """DeleteObjects that refuses single keys, as S3 does: the status is 200, and the answer names the refused keys."""
 
     def __init__(self, bucket, refuses):
         self._bucket, self._refuses = bucket, refuses
@@ -69,13 +69,13 @@ class PerKey:
         return Answer("200 OK", [("Content-Type", "application/xml"), ("Content-Length", str(len(xml)))], xml)
 
 
-# Errors of access.
+# Errors of access
 
 
 @pytest.mark.parametrize("fault", [slow_down, refused, broken_before], ids=lambda fault: fault.__name__)
 @pytest.mark.parametrize("operation", ["HeadObject", "GetObject", "ListObjects"])
 @pytest.mark.parametrize("times", [1, None], ids=["once", "always"])
-def test_a_fault_while_the_newest_step_is_looked_at_never_goes_back_a_step(server, bucket, fault, operation, times):
+def test_storage_error_never_makes_restore_latest_take_an_older_step(server, bucket, fault, operation, times):
     fill(manager(bucket), 100, 200, 300)
     with manager(bucket, max_to_keep=2) as reading:
         where = (
@@ -91,25 +91,23 @@ def test_a_fault_while_the_newest_step_is_looked_at_never_goes_back_a_step(serve
             else:
                 assert times == 1 or fault is broken_before
         assert met
-        assert reading.all_steps() == [100, 200, 300] and not reading._steps.damaged
+        assert reading.all_steps() == [100, 200, 300] and not reading._run.steps.damaged
         assert newest(reading) == 300
 
 
-def test_an_answer_that_is_cut_short_once_is_no_damage(server, bucket):
+def test_answer_cut_short_once_does_not_count_as_damage(server, bucket):
     fill(manager(bucket), 1, 2)
     for name in (".metadata", "manifest-*"):
         with manager(bucket) as reading, server.failing(cut_short, asks("GetObject", name), 1) as met:
-            assert newest(reading) == 2 and not reading._steps.damaged
+            assert newest(reading) == 2 and not reading._run.steps.damaged
         assert met
 
 
-# Deletions.
+# Deletions
 
 
 @pytest.mark.parametrize("how", ["per key", "request"])
-def test_deletions_that_are_denied_are_tried_three_times_reported_and_made_after_a_later_save(
-    server, bucket, how, caplog
-):
+def test_denied_deletions_are_tried_three_times_and_again_after_the_next_save(server, bucket, how, caplog):
     fault, where = (
         (PerKey(bucket, lambda key: "/run/" in f"/{key}"), asks("DeleteObjects"))
         if how == "per key"
@@ -146,7 +144,7 @@ def test_files_that_cannot_be_deleted_are_reported_and_deleted_after_the_next_sa
         assert numbers(bucket) == [2] and [one["event"] for one in events(bucket)].count("failed to delete") == 1
 
 
-def test_what_a_dead_program_could_not_delete_the_next_one_deletes(server, bucket):
+def test_next_program_deletes_what_a_dead_program_could_not_delete(server, bucket):
     with (
         server.failing(PerKey(bucket, lambda key: key.endswith(".distcp")), asks("DeleteObjects")),
         manager(bucket, max_to_keep=1) as saving,
@@ -158,7 +156,7 @@ def test_what_a_dead_program_could_not_delete_the_next_one_deletes(server, bucke
     assert numbers(bucket) == [1, 2]
 
 
-def test_a_bucket_without_the_permission_to_delete_is_good_enough_to_save_all(server, bucket, caplog):
+def test_bucket_without_permission_to_delete_can_save_and_restore(server, bucket, caplog):
     with (
         server.failing(refused, lambda request: request.operation in ("DeleteObjects", "DeleteObject")),
         manager(bucket) as saving,
@@ -168,14 +166,14 @@ def test_a_bucket_without_the_permission_to_delete_is_good_enough_to_save_all(se
         assert newest(saving) == 1
 
 
-# The journal.
+# The journal
 
 
 @pytest.mark.parametrize(
     ("fault", "operation"),
     [(broken_before, "GetObject"), (slow_down, "GetObject"), (refused, "PutObject"), (cut_short, "GetObject")],
 )
-def test_no_record_is_lost_when_the_journal_cannot_be_read_or_written_for_a_while(server, bucket, fault, operation):
+def test_journal_loses_no_save_while_it_cannot_be_read_or_written(server, bucket, fault, operation):
     with manager(bucket) as saving:
         saving.save(0, state(0), force=True)
         saving.wait()
@@ -188,7 +186,7 @@ def test_no_record_is_lost_when_the_journal_cannot_be_read_or_written_for_a_whil
         assert [one.step for one in saving.history()] == [0, 1, 2]
 
 
-# Listings that lag.
+# Listings that lag
 
 
 class Lagging(MemoryFileSystem):
@@ -226,7 +224,7 @@ def lagging(monkeypatch):
 
 @pytest.mark.parametrize("lag", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("most", [0, 1])
-def test_a_committed_step_that_listings_do_not_show_yet_is_no_litter(lagging, lag, most):
+def test_committed_step_that_listings_do_not_show_yet_is_not_deleted(lagging, lag, most):
     lagging.lag = lag
     options = {"chkpt_on_preemption": False, "max_to_keep": most}
     expected = [2] if most else [0, 1, 2]
@@ -242,11 +240,11 @@ def test_a_committed_step_that_listings_do_not_show_yet_is_no_litter(lagging, la
         assert again.all_steps() == ([3] if most else [0, 1, 2, 3])
 
 
-# How much a store is asked.
+# Number of requests
 
 
 class Counting(MemoryFileSystem):
-    """A store in memory that counts what it is asked."""
+    """A store in memory that counts requests."""
 
     protocol = "counting"
     store: ClassVar[dict] = {}
@@ -289,7 +287,7 @@ def counting(monkeypatch):
 
 
 @pytest.mark.parametrize("keep", [xc.keep.All(), xc.keep.Latest(10_000), xc.keep.Latest(10_000) | xc.keep.Every(1)])
-def test_a_save_into_a_run_of_5000_steps_asks_no_more_than_into_a_new_one(counting, keep):
+def test_save_into_a_run_of_5000_steps_makes_no_more_requests_than_into_a_new_run(counting, keep):
     def asked(url, steps):
         with xc.CheckpointManager(url, keep=keep, chkpt_on_preemption=False) as saving:
             for step in steps:
@@ -310,7 +308,7 @@ def test_a_save_into_a_run_of_5000_steps_asks_no_more_than_into_a_new_one(counti
     assert asked("counting://r/run", range(5000, 5003)) <= few
 
 
-def test_the_requests_of_a_manager_on_s3_do_not_grow_with_the_number_of_steps(server, bucket):
+def test_number_of_s3_requests_does_not_grow_with_the_number_of_steps(server, bucket):
     fill(manager(bucket), 0)
     for key in bucket.objects():
         if key.startswith("run/0/"):
@@ -342,7 +340,7 @@ def test_the_requests_of_a_manager_on_s3_do_not_grow_with_the_number_of_steps(se
         assert saving.all_steps() == list(range(64))
 
 
-def test_manifests_are_read_once_and_only_for_policies_that_look_at_them(server, bucket):
+def test_manifests_are_read_once_and_only_for_policies_that_need_them(server, bucket):
     fill(manager(bucket), *range(6))
     reads = asks("GetObject", "manifest-*")
     for keep, expected in ((xc.keep.Every(steps=1), 0), (xc.keep.Best(10, "loss") | xc.keep.Every(hours=0.1), 6)):

@@ -1,4 +1,4 @@
-"""Policies are values: what they keep and when they save follows from what they are told."""
+"""Policies as values: which steps ``keep`` keeps, and at which steps ``when`` saves."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ START = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
 
 def saved(*steps, minutes=1, **metrics):
-    """Steps a minute apart, with values of metrics."""
+    """Steps that were committed a minute apart, with metrics."""
     return [
         Saved(step, START + timedelta(minutes=minutes * n), {name: values[n] for name, values in metrics.items()})
         for n, step in enumerate(steps)
@@ -27,13 +27,13 @@ def kept(policy, facts, now=START + timedelta(days=1)):
     return sorted(policy.wanted(facts, now))
 
 
-def test_latest():
+def test_latest_keeps_the_highest_steps():
     assert kept(keep.Latest(2), saved(1, 5, 9)) == [5, 9]
     assert kept(keep.Latest(7), saved(1, 5)) == [1, 5]
     assert kept(keep.Latest(1), []) == []
 
 
-def test_best_takes_the_later_of_equals_and_never_nan():
+def test_best_keeps_the_later_of_equal_steps_and_ignores_nan():
     facts = saved(1, 2, 3, 4, loss=[0.5, math.nan, 0.5, 0.9])
     assert kept(keep.Best(1, "loss"), facts) == [3]
     assert kept(keep.Best(2, "loss", "max"), facts) == [3, 4]
@@ -41,13 +41,13 @@ def test_best_takes_the_later_of_equals_and_never_nan():
     assert kept(keep.Best(1, "accuracy"), facts) == []
 
 
-def test_every():
+def test_every_keeps_multiples_of_steps_or_one_step_in_some_hours():
     assert kept(keep.Every(steps=100), saved(0, 50, 100, 150, 200)) == [0, 100, 200]
     assert kept(keep.Every(hours=1), saved(*range(6), minutes=25)) == [0, 3]
     assert kept(keep.Every(hours=1), [Saved(4)]) == [4]  # its time is not known
 
 
-def test_newer():
+def test_newer_keeps_steps_after_a_time():
     facts = saved(1, 2, 3, minutes=60)
     assert kept(keep.Newer(timedelta(hours=1)), facts, START + timedelta(hours=2, minutes=30)) == [3]
     assert kept(keep.Newer(START + timedelta(minutes=30)), facts) == [2, 3]
@@ -55,7 +55,7 @@ def test_newer():
         keep.Newer(datetime(2026, 1, 1))
 
 
-def test_policies_join_with_functions_on_either_side():
+def test_policies_and_functions_can_be_joined_in_any_order():
     facts = saved(*range(1, 11), loss=[abs(n - 4) for n in range(1, 11)])
     policy = keep.Latest(2) | keep.Best(1, "loss") | (lambda one: one.step == 7)
     assert kept(policy, facts) == [4, 7, 9, 10]
@@ -68,8 +68,8 @@ def test_policies_join_with_functions_on_either_side():
 
 
 @given(st.lists(st.integers(0, 300), unique=True), st.integers(1, 5), st.integers(1, 50))
-def test_deleting_what_is_not_wanted_leaves_what_is_wanted(steps, n, every):
-    """Retention runs again and again: what it kept once it keeps until something newer comes."""
+def test_policy_keeps_the_same_steps_after_the_others_are_deleted(steps, n, every):
+    """Retention runs after every save. It must not delete, without a new step, what it kept before."""
     facts = saved(*sorted(steps), loss=[step % 17 for step in sorted(steps)])
     policy = keep.Latest(n) | keep.Best(n, "loss") | keep.Every(steps=every) | keep.Every(hours=0.1)
     first = kept(policy, facts)
@@ -90,19 +90,19 @@ def test_deleting_what_is_not_wanted_leaves_what_is_wanted(steps, n, every):
         lambda: when.Every(steps=2, seconds=2),
     ],
 )
-def test_policies_that_make_no_sense(make):
+def test_impossible_policies_are_refused(make):
     with pytest.raises(ValueError):
         make()
 
 
-def test_what_is_no_policy_is_refused():
+def test_values_that_are_not_policies_are_refused():
     with pytest.raises(TypeError, match=r"keep.Latest\(3\)"):
         keep.Latest(1) | 3
     with pytest.raises(TypeError, match=r"when\.Every"):
         when.First() | 3
 
 
-def test_when():
+def test_when_policies_decide_from_step_time_and_preemption():
     now = Now(step=20, last=10, seconds=30.0, preempted=False)
     later = dataclasses.replace
     assert when.Every(steps=10).due(now) and not when.Every(steps=3).due(now)

@@ -1,16 +1,19 @@
-"""Managers that listen for SIGTERM leave it, when they end, as it would be without them."""
+"""Managers that listen for SIGTERM restore its handling when they are closed or dropped."""
 
 import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import torch_xla_ckpt as xc
 from support.fork_server import ForkServer
 from support.paths import environment
+from support.runs import state
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -33,7 +36,7 @@ VERBS = ["listen", "listen", "close", "drop", "replace", "put back"]
 
 @settings(max_examples=100)
 @given(operations=st.lists(st.tuples(st.sampled_from(VERBS), st.integers(0, 5)), max_size=12))
-def test_listeners_that_end_in_any_order_leave_sigterm_as_it_would_be_without_them(fork_server, operations):
+def test_listeners_closed_in_any_order_leave_sigterm_as_without_them(fork_server, operations):
     result, _ = fork_server.call("support.sigterm_handlers.chain", operations)
     without = next((said for verb, said in result["said"] if verb == "without"), None)
     assert without is not None, result
@@ -62,7 +65,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.parametrize("order", ["012", "210", "102", "012drop", "201drop"])
-def test_managers_closed_or_dropped_in_any_order_let_sigterm_end_the_program(tmp_path, order):
+def test_sigterm_ends_the_program_after_managers_were_closed_or_dropped_in_any_order(tmp_path, order):
     program = subprocess.run(
         [sys.executable, "-c", MANAGERS.replace("map(int, order)", "map(int, order[:3])"), order, str(tmp_path)],
         env=ENVIRONMENT,
@@ -85,8 +88,40 @@ os.kill(os.getpid(), signal.SIGTERM)
 """
 
 
-def test_a_manager_closed_in_another_thread_lets_sigterm_end_the_program(tmp_path):
-    """Only the main thread can put a handler back; until it does, the handler must do what the one before would."""
+def test_sigterm_ends_the_program_after_a_manager_was_closed_in_another_thread(tmp_path):
+    """Only the main thread can put a handler back. Until then ours must act like the handler before it."""
     command = [sys.executable, "-c", CLOSED_ELSEWHERE, str(tmp_path)]
     program = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert program.returncode == -signal.SIGTERM, program.stderr
+
+
+def test_sigterm_saves_one_step_and_calls_the_handler_installed_before(tmp_path):
+    called = []
+    before = signal.signal(signal.SIGTERM, lambda *_: called.append(1))
+    try:
+        handler = signal.getsignal(signal.SIGTERM)
+        manager = xc.CheckpointManager(tmp_path, 1000)
+        assert not manager.save_async(1, state(1)) and not manager.reached_preemption(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert manager.save_async(2, state(2)) and manager.reached_preemption(2) and called == [1]
+        assert not manager.save_async(3, state(3)) and manager.reached_preemption(3)  # once
+        manager.close()
+        assert manager.all_steps() == [2] and signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_chkpt_on_preemption_false_leaves_the_sigterm_handler_alone(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    with xc.CheckpointManager(tmp_path, 1, chkpt_on_preemption=False):
+        assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_manager_created_outside_the_main_thread_warns_that_sigterm_is_not_noticed(tmp_path, caplog):
+    made = []
+    thread = threading.Thread(target=lambda: made.append(xc.CheckpointManager(tmp_path, 1)))
+    thread.start()
+    thread.join()
+    assert "SIGTERM is not noticed" in caplog.text
+    made[0].save(0, state(0))
+    made[0].close()

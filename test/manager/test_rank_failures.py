@@ -1,4 +1,4 @@
-"""A manager in several ranks: they decide alike, and whatever fails on one of them fails on all, by name."""
+"""A manager on several ranks: all make the same decisions, and an error on one rank names that rank on all."""
 
 import contextlib
 import logging
@@ -36,7 +36,7 @@ def manager(path, timeout=LONG, **options):
 
 @contextlib.contextmanager
 def raises(*parts):
-    """An error of ours that says all of this."""
+    """Expect a ``CheckpointError`` whose text matches all patterns."""
     try:
         yield
     except xc.CheckpointError as error:
@@ -46,7 +46,7 @@ def raises(*parts):
         raise AssertionError("nothing was raised")
 
 
-# After wait.
+# After wait
 
 
 def steps_are_the_same_after_wait(rank, world, folder, url, options):
@@ -79,7 +79,7 @@ def test_all_steps_is_the_same_on_all_ranks_after_wait_over_an_object_store(tmp_
         run(steps_are_the_same_after_wait, tmp_path, 2, f"s3://{bucket.name}/run", server.options)
 
 
-def wait_of_one_rank_hangs_nobody(rank, world, folder):
+def each_rank_waits_at_another_step(rank, world, folder):
     with manager(f"{folder}/run", max_to_keep=1) as saving:
         for step in range(4):
             saving.save(step, state(step), force=True)
@@ -87,14 +87,14 @@ def wait_of_one_rank_hangs_nobody(rank, world, folder):
                 saving.wait()
 
 
-def test_wait_is_no_collective(tmp_path):
-    run(wait_of_one_rank_hangs_nobody, tmp_path)
+def test_wait_on_one_rank_does_not_hang(tmp_path):
+    run(each_rank_waits_at_another_step, tmp_path)
 
 
-# Failed saves.
+# Failed saves
 
 
-def a_failed_save_counts_nowhere(rank, world, folder):
+def failed_save_does_not_count_on_any_rank(rank, world, folder):
     def failing(self, plan, planner):
         raise OSError("disk on fire")
 
@@ -119,14 +119,14 @@ def a_failed_save_counts_nowhere(rank, world, folder):
             dist.barrier()
 
 
-def a_failed_farewell_is_made_again(rank, world, folder):
+def failed_save_on_preemption_is_repeated(rank, world, folder):
     def failing(self, plan, planner):
         raise OSError("disk on fire")
 
     write = xc.ShardWriter.write_data
     for method in ("save", "save_async"):
-        with manager(f"{folder}/farewell-{method}", save_interval=1000, chkpt_on_preemption=True) as saving:
-            saving._terminated.received = rank == 1
+        with manager(f"{folder}/preempted-{method}", save_interval=1000, chkpt_on_preemption=True) as saving:
+            saving._preemption._sigterm.received = rank == 1
             failed, taken = [], []
             if rank == 0:
                 xc.ShardWriter.write_data = failing
@@ -144,12 +144,12 @@ def a_failed_farewell_is_made_again(rank, world, folder):
             dist.barrier()
 
 
-@pytest.mark.parametrize("scenario", [a_failed_save_counts_nowhere, a_failed_farewell_is_made_again])
-def test_a_save_that_failed_on_one_rank_is_due_again_on_all_at_the_same_step(tmp_path, scenario):
+@pytest.mark.parametrize("scenario", [failed_save_does_not_count_on_any_rank, failed_save_on_preemption_is_repeated])
+def test_save_that_failed_on_one_rank_is_repeated_at_the_same_step_on_all_ranks(tmp_path, scenario):
     run(scenario, tmp_path)
 
 
-# What fails on one fails on all.
+# Errors on one rank
 
 
 def bad_arguments_of_one_rank(rank, world, folder):
@@ -184,7 +184,7 @@ def rank_0_cannot_read_the_run(rank, world, folder):
             raise PermissionError("denied")
 
         if rank == 0:
-            saving._steps.numbers = broken
+            saving._run.steps.numbers = broken
         with raises("rank 0: PermissionError: denied", path):
             saving.restore_latest(state(0))
         with raises("rank 0: there is no step 7", path):
@@ -193,27 +193,21 @@ def rank_0_cannot_read_the_run(rank, world, folder):
 
 
 def _without_listing(saving, step):
-    del saving._steps.numbers
+    del saving._run.steps.numbers
     saving.restore(step, state(0))
 
 
-def one_rank_cannot_look(rank, world, folder):
-    """The rank that cannot even look at the folder still meets the others."""
-    from torch_xla_ckpt.manager import manager as module
+def one_rank_cannot_see_the_folder(rank, world, folder):
+    """The error of a rank that cannot read the folder reaches the other ranks."""
+    from torch_xla_ckpt.manager import preflight
 
     path = f"{folder}/blind"
-    read = module.Folder
-
-    def broken(folder, token):
-        return "RuntimeError: the mount is gone" if rank == 1 else None
-
-    del read
-    module._visibility_error = broken
+    preflight._visibility_error = lambda folder, token: "RuntimeError: the mount is gone" if rank == 1 else None
     with raises("ranks 1 do not see", "the mount is gone", path):
         manager(path)
 
 
-def nobody_waits_alone(rank, world, folder):
+def errors_in_collectives_reach_all_ranks(rank, world, folder):
     own = Processes(None)
     with raises("rank 1: ValueError: no" if rank != 1 else "no", "reading the thing" if rank != 1 else ""):
         try:
@@ -228,9 +222,15 @@ def nobody_waits_alone(rank, world, folder):
 
 
 @pytest.mark.parametrize(
-    "scenario", [bad_arguments_of_one_rank, rank_0_cannot_read_the_run, one_rank_cannot_look, nobody_waits_alone]
+    "scenario",
+    [
+        bad_arguments_of_one_rank,
+        rank_0_cannot_read_the_run,
+        one_rank_cannot_see_the_folder,
+        errors_in_collectives_reach_all_ranks,
+    ],
 )
-def test_what_fails_on_one_rank_is_raised_on_all(tmp_path, scenario):
+def test_error_on_one_rank_is_raised_on_all_ranks(tmp_path, scenario):
     run(scenario, tmp_path)
 
 
@@ -241,14 +241,14 @@ def a_manager_without_the_permission_to_delete(rank, world, folder, options):
         assert saving.all_steps() == [1]
 
 
-def test_a_bucket_without_the_permission_to_delete_starts_on_all_ranks(tmp_path):
+def test_bucket_without_permission_to_delete_can_be_used_on_all_ranks(tmp_path):
     with Server() as server, server.bucket("closed"):
         denied = server.failing(refused, lambda request: request.operation in ("DeleteObjects", "DeleteObject"))
         with denied:
             run(a_manager_without_the_permission_to_delete, tmp_path, 2, server.options)
 
 
-# Who is elsewhere.
+# Different paths
 
 
 def ranks_save_other_steps(rank, world, folder):
@@ -292,15 +292,15 @@ def ranks_open_other_paths(rank, world, folder):
 
 
 @pytest.mark.parametrize("scenario", [ranks_save_other_steps, ranks_load_from_other_paths, ranks_open_other_paths])
-def test_ranks_that_use_different_paths_are_told_which(tmp_path, scenario):
+def test_error_names_the_paths_if_ranks_use_different_ones(tmp_path, scenario):
     run(scenario, tmp_path)
 
 
-# Who is missing.
+# Missing ranks
 
 
 def _absent(folder, world):
-    """Stay away until the others have said who is missing."""
+    """Stay away until the other ranks have named the missing rank."""
     store = dist.distributed_c10d._get_default_store()
     store.wait([f"said{rank}" for rank in range(world) if rank != 1], timedelta(seconds=60))
 
@@ -363,7 +363,7 @@ def a_rank_never_makes_a_manager(rank, world, folder):
     _said(rank)
 
 
-def a_rank_never_saves_in_the_background(rank, world, folder):
+def a_rank_never_begins_an_async_save(rank, world, folder):
     path = f"{folder}/behind"
     saving = manager(path, timeout=SHORT)
     if rank == 1:
@@ -387,8 +387,8 @@ def a_rank_never_calls_a_stager(rank, world, folder):
     "scenario",
     [
         *(a_rank_never_saves, a_rank_never_decides, a_rank_never_restores, a_rank_never_opens),
-        *(a_rank_never_makes_a_manager, a_rank_never_saves_in_the_background, a_rank_never_calls_a_stager),
+        *(a_rank_never_makes_a_manager, a_rank_never_begins_an_async_save, a_rank_never_calls_a_stager),
     ],
 )
-def test_a_rank_that_never_comes_is_named_with_the_path_and_the_operation(tmp_path, scenario, world):
+def test_missing_rank_is_named_with_the_path_and_the_operation(tmp_path, scenario, world):
     run(scenario, tmp_path, world)

@@ -1,4 +1,4 @@
-"""What a manager makes of the folders in a run: links, strangers, damage, deletions by others, odd manifests."""
+"""Folders in a run: links, foreign folders, damage, deletions by other programs, odd manifests."""
 
 import contextlib
 import errno
@@ -33,7 +33,7 @@ def failing(self, plan, planner):
 
 @contextlib.contextmanager
 def at_each_read(act):
-    """Call ``act(number)`` before every read of a local folder in this thread; reads that it makes do not count."""
+    """Call ``act(number)`` before each read of a local folder in this thread. Reads by ``act`` itself do not count."""
     here, count, inside = threading.get_ident(), [0], [False]
     real = {name: getattr(files.LocalFolder, name) for name in READS}
 
@@ -56,7 +56,7 @@ def at_each_read(act):
         yield count
 
 
-# Links.
+# Links
 
 
 def linked(path, elsewhere, step):
@@ -64,7 +64,7 @@ def linked(path, elsewhere, step):
     (path / str(step)).symlink_to(elsewhere)
 
 
-def test_a_step_that_is_a_link_to_a_folder_is_a_step(tmp_path):
+def test_link_to_a_step_counts_as_a_step(tmp_path):
     run = tmp_path / "run"
     fill(manager(run), 1, 2)
     linked(run, tmp_path / "disk", 2)
@@ -73,7 +73,7 @@ def test_a_step_that_is_a_link_to_a_folder_is_a_step(tmp_path):
 
 
 @pytest.mark.parametrize("with_notes", [False, True])
-def test_deleting_a_linked_step_deletes_its_files_and_the_link_and_nothing_of_the_users(tmp_path, with_notes):
+def test_deleting_a_linked_step_deletes_its_files_and_the_link_but_no_file_of_the_user(tmp_path, with_notes):
     run, disk = tmp_path / "run", tmp_path / "disk"
     fill(manager(run), 1, 2)
     linked(run, disk, 1)
@@ -87,7 +87,7 @@ def test_deleting_a_linked_step_deletes_its_files_and_the_link_and_nothing_of_th
     assert (run / "1").is_symlink() == with_notes
 
 
-def test_a_link_that_leads_nowhere_is_no_step(tmp_path):
+def test_broken_link_does_not_count_as_a_step(tmp_path):
     fill(manager(tmp_path), 1)
     (tmp_path / "7").symlink_to(tmp_path / "gone")
     with manager(tmp_path, max_to_keep=1) as saving:
@@ -96,11 +96,11 @@ def test_a_link_that_leads_nowhere_is_no_step(tmp_path):
     assert (tmp_path / "7").is_symlink()
 
 
-# Folders of others.
+# Folders of the user
 
 
 @pytest.mark.parametrize("name", ["0", "5", "2024", "99999999999999999999"])
-def test_an_empty_folder_of_the_users_is_never_removed(tmp_path, name):
+def test_empty_folder_of_the_user_is_never_removed(tmp_path, name):
     (tmp_path / name).mkdir()
     (tmp_path / "6").mkdir()
     (tmp_path / "6" / "inner").mkdir()
@@ -110,11 +110,11 @@ def test_an_empty_folder_of_the_users_is_never_removed(tmp_path, name):
     assert not (tmp_path / "9").exists()  # which the manager emptied itself
 
 
-# Another program deletes.
+# Deletions by another program
 
 
-def test_a_step_deleted_at_any_moment_of_a_restore_is_not_damaged_and_none_older_is_taken(tmp_path, caplog):
-    """At every read that an evaluation makes, the run saves its next step and deletes the one before."""
+def test_step_deleted_during_a_restore_does_not_count_as_damaged_and_a_newer_one_is_restored(tmp_path, caplog):
+    """At each read of an evaluation in turn, the training saves its next step and deletes the one before."""
     with manager(tmp_path, max_to_keep=1) as training, manager(tmp_path) as evaluation:
         training.save(0, state(0), force=True)
         saved, at = 0, 0
@@ -131,14 +131,14 @@ def test_a_step_deleted_at_any_moment_of_a_restore_is_not_damaged_and_none_older
             before = saved
             with at_each_read(train) as count:
                 assert before <= newest(evaluation) <= saved
-            assert evaluation.all_steps() == [saved] and not evaluation._steps.damaged
+            assert evaluation.all_steps() == [saved] and not evaluation._run.steps.damaged
             if count[0] < at:
                 break
         assert at > 8, "the test must have seen every read"
     assert not [record for record in caplog.records if "damaged" in record.getMessage()]
 
 
-def test_metrics_and_the_best_step_do_not_fail_while_a_run_deletes(tmp_path):
+def test_best_step_works_while_another_program_deletes_steps(tmp_path):
     with manager(tmp_path, max_to_keep=1) as training, manager(tmp_path) as evaluation:
         saved = 0
         training.save(0, state(0), force=True, metrics={"loss": 1.0})
@@ -154,10 +154,10 @@ def test_metrics_and_the_best_step_do_not_fail_while_a_run_deletes(tmp_path):
             with at_each_read(train):
                 best = evaluation.best_step("loss")
             assert best is None or saved - 1 <= best <= saved
-            assert evaluation.best_step("loss") == saved and not evaluation._steps.damaged
+            assert evaluation.best_step("loss") == saved and not evaluation._run.steps.damaged
 
 
-def test_a_damaged_step_that_was_saved_again_counts_again(tmp_path):
+def test_damaged_step_counts_again_after_it_was_saved_again(tmp_path):
     fill(manager(tmp_path), 1, 2)
     next((tmp_path / "2").glob("*.distcp")).unlink()
     with manager(tmp_path) as reading:
@@ -166,10 +166,10 @@ def test_a_damaged_step_that_was_saved_again_counts_again(tmp_path):
         assert reading.all_steps() == [1, 2] and newest(reading) == 2
 
 
-# Errors of access.
+# Errors of access
 
 
-def test_a_read_that_fails_once_never_takes_a_restore_back_to_an_older_step(tmp_path):
+def test_read_that_fails_once_never_makes_restore_latest_take_an_older_step(tmp_path):
     fill(manager(tmp_path), 100, 200, 300)
     at = 0
     while True:
@@ -181,7 +181,7 @@ def test_a_read_that_fails_once_never_takes_a_restore_back_to_an_older_step(tmp_
 
         with manager(tmp_path) as reading:
             with pytest.MonkeyPatch.context() as patched, at_each_read(fail) as count:
-                patched.setattr("torch_xla_ckpt.manager.steps._PAUSE", 0.001)
+                patched.setattr("torch_xla_ckpt.manager.retries._PAUSE", 0.001)
                 try:
                     assert newest(reading) == 300
                 except xc.CheckpointError as error:  # while the data is read, nothing is tried again
@@ -192,9 +192,9 @@ def test_a_read_that_fails_once_never_takes_a_restore_back_to_an_older_step(tmp_
     assert at > 8, "the test must have seen every read"
 
 
-def test_a_store_that_does_not_answer_is_an_error_that_names_the_step(tmp_path, monkeypatch):
+def test_error_names_the_step_if_the_storage_does_not_answer(tmp_path, monkeypatch):
     fill(manager(tmp_path), 1, 2)
-    monkeypatch.setattr("torch_xla_ckpt.manager.steps._PAUSE", 0.001)
+    monkeypatch.setattr("torch_xla_ckpt.manager.retries._PAUSE", 0.001)
     size = files.LocalFolder.size
 
     def denied(self, name):
@@ -212,11 +212,11 @@ def test_a_store_that_does_not_answer_is_an_error_that_names_the_step(tmp_path, 
         assert newest(reading) == 2
 
 
-# Damage.
+# Damage
 
 
 @pytest.mark.parametrize("gone", ["manifest*", "*.distcp", ".metadata-emptied", "*"])
-def test_a_run_whose_only_step_lost_files_does_not_begin_anew_by_mistake(tmp_path, gone, caplog):
+def test_restore_latest_raises_if_the_only_step_lost_files(tmp_path, gone, caplog):
     fill(manager(tmp_path), 500)
     if gone == ".metadata-emptied":
         (tmp_path / "500" / ".metadata").write_bytes(b"")
@@ -234,7 +234,7 @@ def test_a_run_whose_only_step_lost_files_does_not_begin_anew_by_mistake(tmp_pat
         assert sorted(os.listdir(tmp_path / "500")) == left  # kept to be looked at
 
 
-def test_leftovers_without_a_step_are_named_when_a_run_begins_anew(tmp_path, caplog):
+def test_warning_names_unfinished_folders_if_a_run_has_no_committed_step(tmp_path, caplog):
     fill(manager(tmp_path), 3)
     (tmp_path / "3" / ".metadata").unlink()
     with manager(tmp_path) as reading:
@@ -243,7 +243,7 @@ def test_leftovers_without_a_step_are_named_when_a_run_begins_anew(tmp_path, cap
 
 
 @pytest.mark.parametrize("keep", [xc.keep.Latest(2), xc.keep.Latest(2) | xc.keep.Every(steps=1000)])
-def test_a_damaged_step_takes_no_place_in_a_policy_though_nobody_has_restored_it(tmp_path, keep):
+def test_damaged_step_does_not_replace_a_whole_step_in_a_policy(tmp_path, keep):
     fill(manager(tmp_path), *range(1, 7))
     next((tmp_path / "5").glob("manifest*")).unlink()
     next((tmp_path / "6").glob("*.distcp")).unlink()
@@ -269,7 +269,7 @@ ODD = [
 
 
 @pytest.mark.parametrize("odd", ODD, ids=map(json.dumps, ODD))
-def test_user_metadata_of_another_shape_stops_no_method(tmp_path, odd):
+def test_every_method_works_with_user_metadata_of_another_shape(tmp_path, odd):
     fill(manager(tmp_path), 1)
     xc.save(state(2), tmp_path / "2", step=2, user_metadata=odd, sync=False)
     keep = xc.keep.Best(1, "loss") | xc.keep.Every(hours=1) | xc.keep.Latest(2)
@@ -290,7 +290,7 @@ json_values = st.recursive(
 
 
 @given(json_values, json_values, json_values)
-def test_any_manifest_gives_facts_that_every_policy_understands(user, ours, time):
+def test_policies_work_with_the_facts_of_any_manifest(user, ours, time):
     for found in (user, {KEY: ours}, {KEY: {"metrics": ours}}):
         manifest = Manifest("0" * 16, time, 1, found, {}, None, {"f": 3})
         one = facts_of(1, manifest).saved
@@ -300,24 +300,24 @@ def test_any_manifest_gives_facts_that_every_policy_understands(user, ours, time
 
 
 @pytest.mark.parametrize("time", ["2020-01-01T00:00:00", "2020-01-01T00:00:00+02:00", "yesterday", None])
-def test_a_time_without_a_zone_is_utc_and_another_one_is_not_known(time):
+def test_time_without_a_zone_counts_as_utc_and_other_text_as_unknown(time):
     found = facts_of(1, Manifest("0" * 16, time, 1, None, {}, None, {})).saved.time
     assert found is None if time in ("yesterday", None) else found.tzinfo is not None
 
 
-# Right after a save.
+# Right after a save
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_step_that_is_not_kept_is_gone_when_the_save_has_ended(tmp_path, method, monkeypatch):
-    """Its files may follow: they are held here until the test has looked."""
-    held, clear = threading.Event(), xc.manager.steps.Steps.clear
+def test_superfluous_step_is_no_longer_listed_when_the_save_has_ended(tmp_path, method, monkeypatch):
+    """Its files are deleted later. The test delays that until it has looked."""
+    held, clear = threading.Event(), xc.manager.deletion.StepDeletion.clear
 
     def slow(self, *args, **kwargs):
         assert held.wait(60)
         return clear(self, *args, **kwargs)
 
-    monkeypatch.setattr(xc.manager.steps.Steps, "clear", slow)
+    monkeypatch.setattr(xc.manager.deletion.StepDeletion, "clear", slow)
     with manager(tmp_path, max_to_keep=2) as saving, manager(tmp_path) as other:
         for step in range(3):
             getattr(saving, method)(step, state(step), force=True)
@@ -328,11 +328,11 @@ def test_a_step_that_is_not_kept_is_gone_when_the_save_has_ended(tmp_path, metho
         assert not (tmp_path / "0").exists()
 
 
-# A save that failed.
+# Failed saves
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_failed_save_does_not_count(tmp_path, method, monkeypatch):
+def test_failed_save_does_not_count_for_when_policies(tmp_path, method, monkeypatch):
     policies = {"first": xc.when.First(), "seconds": xc.when.Every(seconds=3600)}
     with manager(tmp_path / "first", when=policies["first"]) as first:
         with monkeypatch.context() as patched:
@@ -344,7 +344,7 @@ def test_a_failed_save_does_not_count(tmp_path, method, monkeypatch):
         assert getattr(first, method)(2, state(2)) and not first.should_save(3)
         first.wait()
     with manager(tmp_path / "seconds", when=policies["seconds"]) as timed:
-        timed._agreement._marks[0] = xc.manager.agreement._Mark(0, None, -4000.0, 0.0, False)  # an hour ago
+        timed._schedule._agreement._saves[0] = xc.manager.agreement._Save(0, None, -4000.0, 0.0, False)  # an hour ago
         with monkeypatch.context() as patched:
             patched.setattr(xc.ShardWriter, "write_data", failing)
             with pytest.raises(xc.CheckpointError, match="disk on fire"):
@@ -356,10 +356,10 @@ def test_a_failed_save_does_not_count(tmp_path, method, monkeypatch):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_save_on_preemption_that_failed_is_made_again(tmp_path, method, monkeypatch):
+def test_failed_save_on_preemption_is_repeated(tmp_path, method, monkeypatch):
     with xc.CheckpointManager(tmp_path, 1000) as saving:
         assert not saving.should_save(1)
-        saving._terminated.received = True
+        saving._preemption._sigterm.received = True
         with monkeypatch.context() as patched:
             patched.setattr(xc.ShardWriter, "write_data", failing)
             with pytest.raises(xc.CheckpointError, match="disk on fire"):
@@ -370,7 +370,7 @@ def test_a_save_on_preemption_that_failed_is_made_again(tmp_path, method, monkey
         assert not getattr(saving, method)(4, state(4)) and saving.all_steps() == [3]
 
 
-def test_numbers_are_numbers(tmp_path):
+def test_step_numbers_must_be_integers(tmp_path):
     with manager(tmp_path) as saving:
         saving.save(True, state(1), force=True)
         saving.save(10**30, state(2), force=True)
@@ -380,7 +380,7 @@ def test_numbers_are_numbers(tmp_path):
                 saving.save(odd, state(1), force=True)
 
 
-# The journal.
+# The journal
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,7 @@ def test_numbers_are_numbers(tmp_path):
     ],
     ids=lambda line: repr(line[:20]),
 )
-def test_lines_that_are_no_record_are_left_out_of_the_history(tmp_path, line):
+def test_history_ignores_lines_that_are_not_saves(tmp_path, line):
     fill(manager(tmp_path), 1)
     with open(tmp_path / "journal.jsonl", "ab") as journal:
         journal.write(line + b"\n")
@@ -414,7 +414,7 @@ def test_lines_that_are_no_record_are_left_out_of_the_history(tmp_path, line):
         reading.restore_latest(state(0))
 
 
-def test_records_wait_for_a_journal_that_cannot_be_written(tmp_path, caplog):
+def test_journal_keeps_lines_in_memory_while_it_cannot_be_written(tmp_path, caplog):
     with manager(tmp_path) as saving:
         (tmp_path / "journal.jsonl").mkdir()
         for step in (1, 2):
@@ -431,10 +431,10 @@ def test_records_wait_for_a_journal_that_cannot_be_written(tmp_path, caplog):
     assert "is lost" in caplog.text and '"step": 4' in caplog.text  # said at the end, with its content
 
 
-# Beginnings.
+# Where a run starts
 
 
-def test_a_run_begins_with_the_newest_step_of_another_that_is_whole(tmp_path, caplog):
+def test_initial_path_loads_the_newest_whole_step_of_the_other_run(tmp_path, caplog):
     fill(manager(tmp_path / "a"), 5, 6, 7)
     next((tmp_path / "a" / "7").glob("*.distcp")).unlink()
     next((tmp_path / "a" / "6").glob("manifest*")).unlink()
@@ -449,7 +449,7 @@ def test_a_run_begins_with_the_newest_step_of_another_that_is_whole(tmp_path, ca
 
 
 @pytest.mark.parametrize("length", [1, 3])
-def test_a_chain_of_runs_that_saved_nothing_leads_to_the_first(tmp_path, length):
+def test_initial_path_follows_a_chain_of_runs_without_steps(tmp_path, length):
     fill(manager(tmp_path / "0"), 5)
     for number in range(1, length + 2):
         with manager(tmp_path / str(number), initial_path=tmp_path / str(number - 1)) as beginning:
@@ -457,32 +457,32 @@ def test_a_chain_of_runs_that_saved_nothing_leads_to_the_first(tmp_path, length)
             assert beginning.restore_latest(target) is None and target["n"] == 5
 
 
-def test_an_initial_path_that_holds_nothing_is_an_error(tmp_path):
+def test_initial_path_without_a_run_or_checkpoint_is_an_error(tmp_path):
     for path in (tmp_path / "nothing", tmp_path / "round"):
         nothing = pytest.raises(xc.CheckpointError, match="holds neither a step of a run nor a checkpoint")
         with manager(path.with_name("new"), initial_path=path) as beginning, nothing:
             beginning.restore_latest(state(-1))
         with manager(tmp_path / "round") as there:
-            there._journal.write("began", source=str(tmp_path / "round"))
+            there._run.journal.write("began", source=str(tmp_path / "round"))
 
 
-# Memory and policies.
+# Memory, and several managers
 
 
-def test_nothing_is_remembered_of_steps_that_are_gone(tmp_path):
+def test_manager_forgets_deleted_steps(tmp_path):
     keep = xc.keep.Best(1, "loss") | xc.keep.Latest(2)
     with manager(tmp_path, keep=keep) as saving:
         for step in range(30):
             saving.save(step, state(step), force=True, metrics={"loss": -step})
             saving.wait()
             saving.all_steps()
-        memory = saving._steps._memory
+        memory = saving._run.steps._memory
         assert max(len(memory.known), len(memory.own), len(memory.numbers)) <= 3
-        assert not saving._under_way.steps() and len(saving._retention._pending) <= 3
-        assert len(saving._agreement._marks) <= 64
+        assert not saving._run.active.steps() and len(saving._run.retention._pending) <= 3
+        assert len(saving._schedule._agreement._saves) <= 64
 
 
-def test_two_managers_in_one_program_do_not_disturb_each_others_steps(tmp_path):
+def test_two_managers_of_one_run_see_each_others_steps(tmp_path):
     logging.getLogger("torch_xla_ckpt").setLevel(logging.NOTSET)
     with manager(tmp_path) as one, manager(tmp_path) as two:
         one.save(1, state(1), force=True)

@@ -14,6 +14,13 @@ def fill(manager, *steps):
             manager.save(step, state(step), force=True)
 
 
+def save_steps(manager, *steps, **how):
+    """Save some steps, and wait for them and for retention. The manager stays open."""
+    for step in steps:
+        assert manager.save(step, state(step), force=True, **how)
+    manager.wait()
+
+
 def newest(reader):
     """What ``restore_latest`` restores, which must be of one step."""
     target = state(-1)

@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import signal
 
-from torch_xla_ckpt.manager.preemption import SigtermListener
+from torch_xla_ckpt.manager.sigterm import SigtermListener
 
 PATIENCE = 60  # seconds until a child counts as hanging
 

@@ -64,7 +64,7 @@ class Chain:
             self.restart(number)
         self.check_steps()
         repeated = self.check_log()
-        return {"blows": self.blows, "repeated": repeated, "last": max(self.steps.committed())}
+        return {"blows": self.blows, "repeated": repeated, "last": max(self.steps.restorable())}
 
     def restart(self, number):
         if self.chance.random() < 0.5:
@@ -73,7 +73,7 @@ class Chain:
         blow = (
             self.chance.choice(["kill", "kill", "kill", "term"]) if world == 1 else self.chance.choice(["kill", "one"])
         )
-        newest = max(self.steps.committed(), default=None)
+        newest = max(self.steps.restorable(), default=None)
         processes = [self.start(number, rank, world) for rank in range(world)]
         try:
             began = self.wait_for(number, "restored", processes)
@@ -100,7 +100,7 @@ class Chain:
         if blow == "term":
             assert processes[0].returncode == 0, self.said(number)
             last = self.events(number)[-1]
-            assert last["event"] == "preempted" and last["step"] in self.steps.committed(), last
+            assert last["event"] == "preempted" and last["step"] in self.steps.restorable(), last
         self.check_steps()
 
     def start(self, number, rank, world):
@@ -135,7 +135,7 @@ class Chain:
 
     def check_steps(self):
         """None is lost that was committed and that the policy keeps, and the disk is not full of others."""
-        there = self.steps.committed()
+        there = self.steps.restorable()
         for event in self.events():
             if event["event"] == "committed":
                 self.told.add(event["step"])

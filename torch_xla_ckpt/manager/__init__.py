@@ -1,15 +1,22 @@
 """CheckpointManager: the checkpoints of a run, over months.
 
-``manager`` is the object that a training loop holds; ``when`` and ``keep`` are the policies it is given: when to save,
-and what to keep. ``steps`` knows what lies in the run's folder, ``newest`` restores the newest step, ``retention``
-deletes, ``journal`` remembers. ``agreement`` lets processes agree on when to save and stop, ``preemption`` listens to
-SIGTERM, ``rng`` carries the random generators.
+``manager`` is the object that a training loop holds. ``when`` and ``keep`` are its policies.
+
+Saving: ``schedule`` decides when to save, from ``agreement`` between the ranks and ``preemption`` (``sigterm``).
+``saves`` runs a save. Restoring: ``restores`` runs a restore, ``newest`` finds the newest step that is whole, and
+``origin`` finds the run to start from. ``rng`` carries the random generators.
+
+The run's folder: ``run`` opens it after a ``preflight``. ``steps`` knows its steps, from ``step_folder``, ``memory``
+and ``facts`` (their manifests), and ``retries`` repeats requests. ``catalog`` answers questions about them.
+
+Retention: ``verdicts`` decides what stays, ``retention`` deletes the rest with ``deletion``, ``deletion_status`` tells
+the other ranks, ``active`` knows what is being saved. ``journal`` writes down what happened, and ``history`` shows it.
 """
 
 from torch_xla_ckpt.manager import keep, when
-from torch_xla_ckpt.manager.journal import History, Record
+from torch_xla_ckpt.manager.history import History, Record
 from torch_xla_ckpt.manager.manager import CheckpointManager
-from torch_xla_ckpt.manager.retention import Verdict
+from torch_xla_ckpt.manager.verdicts import Verdict
 
 __all__ = [
     "CheckpointManager",

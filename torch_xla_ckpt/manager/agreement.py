@@ -1,4 +1,4 @@
-"""What all processes know at a step: whether one is to be preempted, and which saves count."""
+"""What all ranks know at a step: whether to expect preemption, and which saves count."""
 
 from __future__ import annotations
 
@@ -15,146 +15,147 @@ import torch.distributed as dist
 
 from torch_xla_ckpt.coordination import Processes
 
-_MARKS = 64  # saves that are remembered; those before have ended long ago
+_MOST_SAVES = 64  # saves that are remembered; earlier ones have ended long ago
 
 
 @dataclass(frozen=True)
-class _Mark:
-    """A save that has begun, and has not failed as far as all processes know.
+class _Save:
+    """A save that has begun, and has not failed as far as all ranks know.
 
     Args:
-        number: of the call, from 1; 0 for what was there before.
-        step: that is saved; None if there is none.
-        began: on this process's clock.
-        before: the seconds that ``at`` told when it began.
-        farewell: whether it was made because of preemption.
+        number: the number of the save, from 1; 0 for the step that the run started from.
+        step: the step that is saved; None for a run that starts without a step.
+        began: when the save began, in seconds of this process's clock.
+        seconds_before: the seconds that ``at`` returned when the save began.
+        for_preemption: True if the save was made because of preemption.
     """
 
     number: int
     step: int | None
     began: float
-    before: float
-    farewell: bool
+    seconds_before: float
+    for_preemption: bool
 
 
 class Agreement:
-    """What all processes know at a step.
+    """What all ranks know at a step.
 
-    Each call of ``at`` begins an exchange and ends the one that the call before began, so that nobody waits for a
-    slower process: the answer is that of the step before. All processes must call it for the same steps.
+    Each call of ``at`` starts an exchange between the ranks, and ends the exchange that the call before it started. So
+    no rank waits for a slower one, and the answer is one step old. All ranks must call ``at`` for the same steps.
 
-    A save counts from its beginning until all processes know that it has failed, which they learn at the same step.
+    A save counts from its beginning until all ranks know that it has failed. They learn it at the same step.
 
     Args:
-        processes: that agree, over a gloo group.
-        terminated: returns whether this process is to be preempted.
+        processes: the ranks, in a gloo group.
+        is_signalled: returns whether this rank is about to be preempted.
     """
 
-    def __init__(self, processes: Processes, terminated: Callable[[], bool]):
+    def __init__(self, processes: Processes, is_signalled: Callable[[], bool]):
         self._processes = processes
-        self._terminated = terminated
-        self._marks = [_Mark(0, None, time.monotonic(), 0.0, False)]
+        self._is_signalled = is_signalled
+        self._saves = [_Save(0, None, time.monotonic(), 0.0, False)]
         self._count = 0
-        self._failures: set[int] = set()  # calls that this process knows to have failed, and the others may not
+        self._failures: set[int] = set()  # saves that this rank knows to have failed; other ranks may not know it yet
         self._lock = threading.Lock()
         self._step: int | None = None
         self._seconds = 0.0
-        self._under_way: tuple[Any, torch.Tensor] | None = None
-        self._outdated = False
-        self.preempted = False
+        self._exchange: tuple[Any, torch.Tensor] | None = None  # the collective under way, and its result
+        self._is_outdated = False  # a save has begun since the exchange was started
+        self._is_preempted = False
 
     @property
     def last(self) -> int | None:
         """The step that was saved last, or restored after that."""
-        return self._marks[-1].step
+        return self._saves[-1].step
 
     @property
-    def farewell(self) -> int | None:
-        """The step that was saved because of preemption."""
-        return next((mark.step for mark in self._marks if mark.farewell), None)
+    def preemption_step(self) -> int | None:
+        """The step that was saved because of preemption; None if there is none yet."""
+        return next((save.step for save in self._saves if save.for_preemption), None)
 
     def restored(self, step: int | None) -> None:
-        """The run goes on from a step."""
+        """Take note that the run continues from a step."""
         with self._lock:
-            self._marks[-1] = replace(self._marks[-1], step=step)
+            self._saves[-1] = replace(self._saves[-1], step=step)
 
-    def begin(self, step: int, farewell: bool) -> int:
-        """A save begins, in all processes.
+    def begin(self, step: int, for_preemption: bool) -> int:
+        """Take note that a save begins, on all ranks.
 
         Returns:
-            The number of the call.
+            The number of the save.
         """
         with self._lock:
             self._count += 1
-            self._marks.append(_Mark(self._count, step, time.monotonic(), self._seconds, farewell))
-            if len(self._marks) > _MARKS:
-                # Why the run was told to end stays known.
-                self._marks[1] = replace(self._marks[1], farewell=self._marks[0].farewell or self._marks[1].farewell)
-                del self._marks[0]
+            self._saves.append(_Save(self._count, step, time.monotonic(), self._seconds, for_preemption))
+            if len(self._saves) > _MOST_SAVES:
+                forgotten, second = self._saves[0], self._saves[1]
+                self._saves[1] = replace(second, for_preemption=forgotten.for_preemption or second.for_preemption)
+                del self._saves[0]
             self._seconds = 0.0
-            self._outdated = True  # what is being exchanged was measured before
+            self._is_outdated = True
             return self._count
 
     def failed(self, number: int, *, everywhere: bool = False) -> None:
-        """A save has failed, so it does not count.
+        """Take note that a save has failed, so that it does not count.
 
         Args:
-            number: of the call.
-            everywhere: all processes say so at this point of the program. Otherwise they learn it in the next
-                exchanges.
+            number: the number of the save.
+            everywhere: True if all ranks call this at the same point of the program. Otherwise the other ranks learn
+                of the failure in the next exchanges.
         """
         with self._lock:
             if everywhere or self._processes.alone:
                 self._forget(number)
-            elif any(mark.number == number for mark in self._marks):
+            elif any(save.number == number for save in self._saves):
                 self._failures.add(number)
 
     def at(self, step: int) -> tuple[bool, float]:
-        """Whether to expect preemption, and the seconds since the last save began; the same in all processes.
+        """Return whether to expect preemption, and the seconds since the last save began.
 
-        Asking again for the same step gives the same answer.
+        The answer is the same on all ranks. A second call for the same step returns the same answer.
         """
         if step != self._step:
             self._step = step
-            self._exchange()
-        return self.preempted, self._seconds
+            self._end_and_start_exchange()
+        return self._is_preempted, self._seconds
 
     def close(self) -> None:
-        """End the last exchange, which all processes have begun if they have taken the same steps."""
-        if self._under_way is not None:
+        """End the last exchange, which all ranks have started if they have taken the same steps."""
+        if self._exchange is not None:
             with suppress(RuntimeError):
-                self._under_way[0].wait(timedelta(seconds=5))
-            self._under_way = None
+                self._exchange[0].wait(timedelta(seconds=5))
+            self._exchange = None
 
-    def _exchange(self) -> None:
-        elapsed = time.monotonic() - self._marks[-1].began
+    def _end_and_start_exchange(self) -> None:
+        elapsed = time.monotonic() - self._saves[-1].began
         if self._processes.alone:
-            self.preempted, self._seconds = self.preempted or self._terminated(), elapsed
+            self._is_preempted, self._seconds = self._is_preempted or self._is_signalled(), elapsed
             return
-        if self._under_way is not None:
-            work, facts = self._under_way
-            self._under_way = None
+        if self._exchange is not None:
+            work, result = self._exchange
+            self._exchange = None
             work.wait()
-            terminated, seconds, failed = facts.tolist()
-            self.preempted = self.preempted or bool(terminated)
+            signalled, seconds, failed = result.tolist()
+            self._is_preempted = self._is_preempted or bool(signalled)
             with self._lock:
-                self._seconds, self._outdated = (0.0 if self._outdated else seconds), False
+                self._seconds, self._is_outdated = (0.0 if self._is_outdated else seconds), False
                 self._forget(int(failed))
         with self._lock:
             failed = max(self._failures, default=0)
         is_first = self._processes.rank == 0
-        facts = torch.tensor(
-            [float(self._terminated()), elapsed if is_first else 0.0, float(failed)], dtype=torch.float64
+        result = torch.tensor(
+            [float(self._is_signalled()), elapsed if is_first else 0.0, float(failed)], dtype=torch.float64
         )
-        work = dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=self._processes.group, async_op=True)
-        self._under_way = work, facts
+        work = dist.all_reduce(result, op=dist.ReduceOp.MAX, group=self._processes.group, async_op=True)
+        self._exchange = work, result
 
     def _forget(self, number: int) -> None:
+        """Forget a save that has failed."""
         self._failures.discard(number)
-        mark = next((mark for mark in self._marks if mark.number == number), None)
-        if number and mark is not None:
-            if mark is self._marks[-1]:
-                self._seconds, self._outdated = mark.before, False
-            self._marks.remove(mark)
-            if not self._marks:
-                self._marks.append(_Mark(0, None, mark.began, mark.before, False))
+        save = next((save for save in self._saves if save.number == number), None)
+        if number and save is not None:
+            if save is self._saves[-1]:
+                self._seconds, self._is_outdated = save.seconds_before, False
+            self._saves.remove(save)
+            if not self._saves:
+                self._saves.append(_Save(0, None, save.began, save.seconds_before, False))

@@ -1,4 +1,4 @@
-"""What a manifest tells a manager. Anybody can write a manifest, so nothing in it is taken for granted."""
+"""What a step's manifest says. Anybody can write a manifest, so nothing in it is taken for granted."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from torch_xla_ckpt.manager.keep import Saved
 from torch_xla_ckpt.storage import Manifest
 
-# Where a manifest's user metadata has what the manager was given.
 KEY = "torch_xla_ckpt.manager"
+"""The key of a manifest's user metadata under which the manager stores metrics and metadata."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Facts:
     """What is known of a committed step.
 
     Args:
-        saved: for policies.
-        files: bytes of each data file, by name.
-        by_manager: a ``CheckpointManager``, ours or torch_xla's, wrote the step. Retention deletes no other.
+        saved: the step as retention policies see it.
+        files: sizes of the data files in bytes, by name.
+        by_manager: True if our ``CheckpointManager`` or torch_xla's wrote the step. Retention deletes no other steps.
     """
 
     saved: Saved
@@ -31,11 +31,12 @@ class Facts:
 
     @property
     def nbytes(self) -> int:
+        """Size of all data files in bytes."""
         return sum(self.files.values())
 
 
 def facts_of(step: int, manifest: Manifest) -> Facts:
-    """What a manifest tells of a step. Metrics and times of another shape than a manager's count as not recorded."""
+    """Return what a manifest says of a step. Metrics and times that no manager wrote count as not recorded."""
     user: Any = manifest.user_metadata
     user = user if isinstance(user, Mapping) else {}
     given = user.get(KEY)
@@ -61,7 +62,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _time(text: Any) -> datetime | None:
-    """A time with a time zone; None if there is none. A time without a zone is taken for UTC, as we write it."""
+    """Parse a time; None if ``text`` is not a time. A time without a time zone counts as UTC, which we write."""
     try:
         time = datetime.fromisoformat(text)
     except (TypeError, ValueError):

@@ -1,9 +1,9 @@
-"""What to keep: policies that are values, joined by ``|``.
+"""Retention policies, which decide what to keep. They are values, joined by ``|``.
 
     keep.Latest(3) | keep.Best(1, "loss", mode="min") | keep.Every(steps=1000)
 
-A policy names, among the committed steps, those it wants and why. What no policy wants is deleted. The newest step is
-kept whatever they say.
+A policy returns the steps to keep, each with a reason. A step that no policy keeps is deleted. The newest step always
+stays.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Saved:
-    """What is known of a committed step.
+    """A committed step, as retention policies see it.
 
     Args:
-        step: its number.
-        time: of the commit, with a time zone; None where it is not recorded.
-        metrics: that were given when it was saved.
-        metadata: the user's.
+        step: the step's number.
+        time: when the step was committed, with a time zone; None if it is not recorded.
+        metrics: the metrics that were given to the save.
+        metadata: the metadata that was given to the save.
     """
 
     step: int
@@ -33,19 +33,19 @@ class Saved:
 
 
 class Keep:
-    """A policy of what to keep."""
+    """A retention policy: decides which steps to keep."""
 
     @property
     def needs_facts(self) -> bool:
-        """Whether it looks at more of a step than its number, which takes reading every step's manifest once."""
+        """True if the policy looks at more than step numbers. Then the manager reads each step's manifest once."""
         return True
 
     def wanted(self, saved: Sequence[Saved], now: datetime) -> Mapping[int, str]:
-        """The steps to keep, with the reason.
+        """Return the steps to keep, each with a reason.
 
         Args:
             saved: the committed steps, ascending.
-            now: the time, with a time zone.
+            now: the current time, with a time zone.
         """
         raise NotImplementedError
 
@@ -61,7 +61,7 @@ KeepLike = Keep | Callable[[Saved], bool]
 
 @dataclass(frozen=True)
 class AnyOf(Keep):
-    """What any of several policies wants."""
+    """Keep what any of several policies keeps."""
 
     policies: tuple[Keep, ...]
 
@@ -79,7 +79,7 @@ class AnyOf(Keep):
 
 @dataclass(frozen=True)
 class All(Keep):
-    """Everything."""
+    """Keep all steps."""
 
     needs_facts = False
 
@@ -89,7 +89,7 @@ class All(Keep):
 
 @dataclass(frozen=True)
 class Latest(Keep):
-    """The ``n`` highest steps."""
+    """Keep the ``n`` highest steps."""
 
     n: int
 
@@ -104,7 +104,7 @@ class Latest(Keep):
 
 @dataclass(frozen=True)
 class Best(Keep):
-    """The ``n`` steps with the best value of a metric; of equal ones the later. NaN is never good."""
+    """Keep the ``n`` steps with the best value of a metric. Of equal steps keep the later; ignore NaN."""
 
     n: int
     metric: str
@@ -115,7 +115,7 @@ class Best(Keep):
         _require(self.mode in ("min", "max"), 'mode must be "min" or "max"')
 
     def ranked(self, saved: Sequence[Saved]) -> list[Saved]:
-        """Those that have the metric, best first."""
+        """Return the steps that have the metric, best first."""
         have = [one for one in saved if not math.isnan(one.metrics.get(self.metric, math.nan))]
         sign = 1 if self.mode == "min" else -1
         return sorted(have, key=lambda one: (sign * one.metrics[self.metric], -one.step))
@@ -127,7 +127,7 @@ class Best(Keep):
 
 @dataclass(frozen=True)
 class Every(Keep):
-    """Steps that are multiples of ``steps``, or the first in every ``hours``."""
+    """Keep steps that are multiples of ``steps``, or the first step in every ``hours``."""
 
     steps: int | None = None
     hours: float | None = None
@@ -157,7 +157,7 @@ class Every(Keep):
 
 @dataclass(frozen=True)
 class Newer(Keep):
-    """Steps younger than a ``timedelta``, or committed after a ``datetime`` (which needs a time zone)."""
+    """Keep steps younger than a ``timedelta``, or committed after a ``datetime`` (which needs a time zone)."""
 
     than: timedelta | datetime
 
@@ -172,7 +172,7 @@ class Newer(Keep):
 
 @dataclass(frozen=True)
 class Where(Keep):
-    """Steps for which a function is true."""
+    """Keep steps for which a function is true."""
 
     function: Callable[[Saved], bool]
 
@@ -182,10 +182,10 @@ class Where(Keep):
 
 
 def policy(like: KeepLike) -> Keep:
-    """A policy, or a function of ``Saved`` as one.
+    """Return ``like`` as a policy; a function of ``Saved`` becomes ``Where``.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: ``like`` is neither a policy nor a function.
     """
     if isinstance(like, Keep):
         return like
@@ -194,7 +194,16 @@ def policy(like: KeepLike) -> Keep:
     raise TypeError(f"keep= takes policies such as keep.Latest(3), or a function, not {like!r}")
 
 
+def joined(keep: KeepLike | None, max_to_keep: int | None) -> Keep:
+    """Return one policy for a manager's options ``keep`` and ``max_to_keep``."""
+    policies = [] if keep is None else [policy(keep)]
+    if max_to_keep:
+        policies.append(Latest(max_to_keep))
+    return AnyOf(tuple(policies)) if policies else All()
+
+
 def now() -> datetime:
+    """Return the current time in UTC."""
     return datetime.now(timezone.utc)
 
 
@@ -202,6 +211,6 @@ def _flat(one: Keep) -> tuple[Keep, ...]:
     return one.policies if isinstance(one, AnyOf) else (one,)
 
 
-def _require(fine: bool, what: str) -> None:
-    if not fine:
-        raise ValueError(what)
+def _require(is_valid: bool, rule: str) -> None:
+    if not is_valid:
+        raise ValueError(rule)

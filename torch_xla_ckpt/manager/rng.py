@@ -13,15 +13,18 @@ import torch.distributed as dist
 from torch_xla_ckpt.device import lazy
 from torch_xla_ckpt.state import RankState
 
+RNG_KEY = "rng_of_processes"
+"""The top-level key under which a manager saves the random generators."""
+
 
 class Generators:
-    """A ``Stateful`` of this process's generators: torch, numpy, python, and the seed of the XLA devices.
+    """A ``Stateful`` of this process's random generators: torch, numpy, Python, and the seed of the XLA devices.
 
-    If the number of ranks has changed, a rank without generators in the checkpoint keeps what it has, with a warning.
+    If the number of ranks has changed, a rank without generators in the checkpoint keeps its own, with a warning.
 
     Args:
-        rank: of the process; every one has a state of its own.
-        empty: to be restored into: asks for nothing, and takes what there is.
+        rank: the rank of the process. Every rank saves its own generators.
+        empty: True for restoring: ``state_dict`` is empty then, and takes what the checkpoint has.
     """
 
     def __init__(self, rank: int, empty: bool = False):
@@ -36,7 +39,7 @@ class Generators:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         own = state.get(f"rank{self._rank}")
         if not own:
-            return  # the load has said so
+            return  # the load has warned about it
         torch.set_rng_state(own["torch"])
         np.random.set_state(own["numpy"])
         random.setstate(own["python"])

@@ -1,101 +1,268 @@
-"""One save of a manager: its writer, what is measured of it, and which saves are under way."""
+"""Saving a step: what a save is asked to do, how it runs, and what happens when it has ended."""
 
 from __future__ import annotations
 
+import functools
+import math
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torch_xla_ckpt.manager.retention import Retention
-from torch_xla_ckpt.runtime import forks
+from torch_xla_ckpt import api
+from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.manager.facts import KEY
+from torch_xla_ckpt.manager.rng import RNG_KEY, Generators
+from torch_xla_ckpt.manager.run import Run
+from torch_xla_ckpt.manager.schedule import Schedule
+from torch_xla_ckpt.staging import SPMDStager, Upload
 from torch_xla_ckpt.storage import ShardWriter
 
 
-class Call:
-    """A call to ``save`` or ``save_async``: how long it blocks, and with which metrics.
+@dataclass(frozen=True)
+class SaveRequest:
+    """What one call of ``save`` or ``save_async`` is asked to do.
 
-    Raises:
-        TypeError, ValueError: a metric is no number.
+    Args:
+        step: the step's number.
+        state_dict: the state to save.
+        metrics: the metrics that the caller gave, unchecked; None for none.
+        metadata: the metadata that the caller gave, unchecked.
     """
 
-    def __init__(self, metrics: Mapping[str, float] | None):
-        numbers = {name: float(value) for name, value in (metrics or {}).items()}
-        # JSON has no NaN and no infinity.
-        self.metrics = {name: value for name, value in numbers.items() if value - value == 0}
-        self.mode = "sync"
-        self.start = time.perf_counter()
-        self._blocked = 0.0
-        self._returned = threading.Event()
+    step: int
+    state_dict: dict[str, Any]
+    metrics: Mapping[str, Any] | None = None
+    metadata: Any = None
 
-    def returned(self) -> None:
-        """The call returns to the training loop now."""
-        self._blocked = time.perf_counter() - self.start
-        self._returned.set()
+    def finite_metrics(self) -> dict[str, float]:
+        """Return the metrics as numbers, without NaN and infinities, which JSON does not have.
 
-    def facts(self, seconds: float) -> dict[str, Any]:
-        """For the journal, once the call has returned."""
-        self._returned.wait()
-        seconds = max(seconds, self._blocked)
-        return {"metrics": self.metrics, "blocked_seconds": self._blocked, "seconds": seconds, "mode": self.mode}
+        Raises:
+            TypeError, ValueError: a metric is not a number.
+        """
+        numbers = {name: float(value) for name, value in (self.metrics or {}).items()}
+        return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
-class Writer(ShardWriter):
-    """Waits for the deletions of the save before; after the commit, deletes the commits that it makes superfluous.
+@dataclass(frozen=True)
+class WriterOptions:
+    """How a manager's saves are written; see ``ShardWriter``."""
+
+    threads: int | None
+    sync: bool
+    memory_budget: int
+
+
+class Saver:
+    """Saves steps, now or during training, and starts retention after each commit.
+
+    Args:
+        run: the run to save to.
+        schedule: learns about each save that begins or fails.
+        stager: runs the async saves.
+        options: how files are written.
+        rng: True to save the random generators too.
+    """
+
+    def __init__(self, run: Run, schedule: Schedule, stager: SPMDStager, options: WriterOptions, rng: bool):
+        self._run = run
+        self._processes = run.processes
+        self._schedule = schedule
+        self._stager = stager
+        self._options = options
+        self._rng = rng
+        self._last_number = 0
+
+    def save(self, request: SaveRequest) -> None:
+        """Save a step. Return when it is committed.
+
+        Raises:
+            CheckpointError: the save failed; or it succeeded, and an earlier async save failed.
+        """
+        number = self._begin(request.step)
+        try:
+            with self._processes.agreed(f"saving step {request.step} to {self._run.steps.location}"):
+                writer, state = self._prepare(request)
+                self._wait_for_deletions()
+            try:
+                api.save(
+                    state,
+                    storage_writer=writer,
+                    process_group=self._processes.group,
+                    no_dist=self._processes.alone,
+                )
+            finally:
+                writer.timing.returned()
+        except BaseException:
+            self._schedule.failed(number, everywhere=True)
+            self._ended(request.step, number, is_saved=False)
+            raise
+        self._ended(request.step, number, is_saved=True)
+        self._stager.raise_failed()
+
+    def save_async(self, request: SaveRequest) -> None:
+        """Begin to save a step. Return when the state may change.
+
+        Raises:
+            CheckpointError: the state cannot be copied, or an earlier async save failed.
+        """
+        number = self._begin(request.step)
+        with ExitStack() as if_refused:
+            if_refused.callback(self._ended, request.step, number, is_saved=False)
+            if_refused.callback(self._schedule.failed, number)
+            try:
+                writer, state = self._prepare(request)
+            except Exception as error:
+                self._fail_on_all_ranks(error)
+            try:
+                handle = api.save_staged(state, writer, self._stager, before_writing=self._wait_for_deletions)
+                writer.timing.mode = handle.choice.mode
+            finally:
+                writer.timing.returned()
+            if_refused.pop_all()
+        handle.upload_completion.add_done_callback(functools.partial(self._uploaded, request.step, number))
+
+    def wait(self) -> None:
+        """Wait for all async saves and for the deletions that follow them, on every rank.
+
+        Raises:
+            CheckpointError: an async save failed, and no call has raised its error yet.
+        """
+        try:
+            self._stager.wait()
+        finally:
+            self._run.wait_for_deletions(self._last_number)
+
+    def _begin(self, step: int) -> int:
+        """Count a save, and return its number."""
+        number = self._schedule.begin(step)
+        self._run.active.begin(step)
+        self._last_number = number
+        return number
+
+    def _prepare(self, request: SaveRequest) -> tuple[_StepWriter, dict[str, Any]]:
+        """Return the writer and the state of a save. Raise an error if the caller's arguments are wrong."""
+        state = request.state_dict
+        if self._rng:
+            if RNG_KEY in state:
+                raise CheckpointError(
+                    f"the state has the key {RNG_KEY!r}, under which rng=True saves the random generators. Nothing was "
+                    "saved. Rename the key, or create the manager without rng=True"
+                )
+            state = {**state, RNG_KEY: Generators(self._processes.rank)}
+        return _StepWriter(request, self._run, self._options), state
+
+    def _wait_for_deletions(self) -> None:
+        """Wait for the previous saves' deletions, on the rank that deletes."""
+        if self._run.retention is not None:
+            self._run.retention.before_save()
+
+    def _fail_on_all_ranks(self, error: Exception) -> NoReturn:
+        """Raise an error of an async save, and let the save fail on the other ranks too."""
+
+        def state() -> dict[str, Any]:
+            raise error
+
+        def write(*_: object) -> NoReturn:
+            raise error
+
+        self._stager.run(state, write, None)
+        raise error
+
+    def _uploaded(self, step: int, number: int, upload: Any) -> None:
+        """Called when an async save has ended."""
+        assert isinstance(upload, Upload)
+        is_saved = upload.error() is None
+        if not is_saved:
+            self._schedule.failed(number)
+        self._ended(step, number, is_saved=is_saved)
+
+    def _ended(self, step: int, number: int, *, is_saved: bool) -> None:
+        run = self._run
+        run.active.end(step)
+        if run.retention is None:
+            if is_saved:
+                run.steps.saved(step)
+            return
+        if not is_saved:
+            run.retention.after_failure(step)
+        run.retention.in_thread(functools.partial(run.status.save_ended, number))
+
+
+class _Timing:
+    """Durations of a call of ``save`` or ``save_async``.
 
     Attributes:
-        retention: of the process that coordinates the save; None in the others.
-        call: the save.
+        mode: where the tensors were copied: "device" or "host"; "sync" for ``save``.
     """
 
-    retention: Retention | None
-    call: Call
+    def __init__(self) -> None:
+        self.mode = "sync"
+        self._start = time.perf_counter()
+        self._blocked = 0.0
+        self._has_returned = threading.Event()
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        if self.retention is not None:
-            self.retention.make_room()
-        return super().prepare_local_plan(plan)
+    def elapsed(self) -> float:
+        """Seconds since the call."""
+        return time.perf_counter() - self._start
+
+    def returned(self) -> None:
+        """Take note that the call returns to the training loop."""
+        self._blocked = self.elapsed()
+        self._has_returned.set()
+
+    def fields(self, seconds: float) -> dict[str, Any]:
+        """Return the fields of the journal's line, once the call has returned.
+
+        Args:
+            seconds: seconds from the call to the commit.
+        """
+        self._has_returned.wait()
+        return {"blocked_seconds": self._blocked, "seconds": max(seconds, self._blocked), "mode": self.mode}
+
+
+class _StepWriter(ShardWriter):
+    """A ``ShardWriter`` that starts retention right after the commit, before the save returns on any rank.
+
+    Attributes:
+        timing: the durations of the call.
+
+    Raises:
+        TypeError, ValueError: a metric is not a number, or the metadata is not JSON.
+    """
+
+    def __init__(self, request: SaveRequest, run: Run, options: WriterOptions):
+        self.timing = _Timing()
+        self._number = request.step
+        self._metrics = request.finite_metrics()
+        self._retention = run.retention
+        super().__init__(
+            run.steps.at(request.step),
+            step=request.step,
+            user_metadata={KEY: {"metrics": self._metrics, "metadata": request.metadata}},
+            threads=options.threads,
+            sync=options.sync,
+            memory_budget=options.memory_budget,
+        )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        seconds = time.perf_counter() - self.call.start
-        if self.retention is not None and self._step is not None:
-            # Before ``finish`` returns, no process has returned from the save.
-            self.retention.committed(self._step, self._save_id, _nbytes(results), lambda: self.call.facts(seconds))
+        if self._retention is not None:
+            fields = functools.partial(self._journal_fields, self.timing.elapsed())
+            self._retention.after_commit(self._number, self._save_id, _nbytes(results), fields)
 
-
-class UnderWay:
-    """Counts the saves of each step that are under way."""
-
-    def __init__(self) -> None:
-        self._counts: dict[int, int] = {}
-        self._renew()
-        forks.renew_in_child(self, UnderWay._renew)
-
-    def _renew(self) -> None:
-        self._lock = threading.Lock()
-
-    def begin(self, step: int) -> None:
-        with self._lock:
-            self._counts[step] = self._counts.get(step, 0) + 1
-
-    def end(self, step: int) -> None:
-        with self._lock:
-            self._counts[step] -= 1
-            if not self._counts[step]:
-                del self._counts[step]
-
-    def steps(self) -> set[int]:
-        with self._lock:
-            return set(self._counts)
+    def _journal_fields(self, seconds: float) -> Mapping[str, Any]:
+        return {"metrics": self._metrics, **self.timing.fields(seconds)}
 
 
 def _nbytes(results: list[list[WriteResult]]) -> int:
-    """The bytes of the data files that a save has written."""
+    """Size of the data files that a save has written, in bytes."""
     files: dict[str, int] = {}
     for result in (result for own in results for result in own):
         stored = result.storage_data

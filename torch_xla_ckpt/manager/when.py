@@ -1,8 +1,9 @@
-"""When to save: policies that are values, joined by ``|``.
+"""Policies that decide when to save. They are values, joined by ``|``.
 
     when.Every(steps=100) | when.First() | when.OnPreemption()
 
-Every process must come to the same answer, so a policy looks at what all of them know. Functions have to as well.
+Every rank must come to the same answer. So a policy looks only at ``Now``, which is the same on all ranks, and so must
+a function.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Now:
-    """What a policy may look at; the same in every process.
+    """What a policy may look at; the same on every rank.
 
     Args:
-        step: that has been reached.
-        last: step that was saved before, by this program or an earlier one of the run; None if there is none.
-        seconds: since this program began to save that, or began; on the clock of rank 0.
-        preempted: whether the machine is about to be taken away.
+        step: the step that training has reached.
+        last: the last step that was saved, by this program or an earlier one of the run; None if there is none.
+        seconds: seconds since this program began its last save, or since it started; on the clock of rank 0.
+        preempted: True if preemption is to be expected and no step has been saved because of it.
     """
 
     step: int
@@ -29,10 +30,10 @@ class Now:
 
 
 class When:
-    """A policy of when to save."""
+    """A policy that decides when to save."""
 
     def due(self, now: Now) -> bool:
-        """Whether to save this step."""
+        """Return whether to save this step."""
         raise NotImplementedError
 
     def __or__(self, other: WhenLike) -> When:
@@ -47,7 +48,7 @@ WhenLike = When | Callable[[Now], bool]
 
 @dataclass(frozen=True)
 class AnyOf(When):
-    """When any of several policies says so."""
+    """Save when any of several policies wants to."""
 
     policies: tuple[When, ...]
 
@@ -57,7 +58,7 @@ class AnyOf(When):
 
 @dataclass(frozen=True)
 class Every(When):
-    """At multiples of ``steps``, or when the last save began ``seconds`` ago."""
+    """Save at multiples of ``steps``, or when the last save began ``seconds`` ago."""
 
     steps: int | None = None
     seconds: float | None = None
@@ -75,7 +76,7 @@ class Every(When):
 
 @dataclass(frozen=True, init=False)
 class At(When):
-    """At these steps."""
+    """Save at these steps."""
 
     steps: frozenset[int]
 
@@ -88,7 +89,7 @@ class At(When):
 
 @dataclass(frozen=True)
 class OnPreemption(When):
-    """When the machine is about to be taken away."""
+    """Save once when preemption is to be expected."""
 
     def due(self, now: Now) -> bool:
         return now.preempted
@@ -96,7 +97,7 @@ class OnPreemption(When):
 
 @dataclass(frozen=True)
 class First(When):
-    """The first step of a run that has none yet."""
+    """Save the first step of a run that has no step yet."""
 
     def due(self, now: Now) -> bool:
         return now.last is None
@@ -104,7 +105,7 @@ class First(When):
 
 @dataclass(frozen=True)
 class Where(When):
-    """When a function is true."""
+    """Save when a function is true."""
 
     function: Callable[[Now], bool]
 
@@ -113,16 +114,26 @@ class Where(When):
 
 
 def policy(like: WhenLike) -> When:
-    """A policy, or a function of ``Now`` as one.
+    """Return ``like`` as a policy; a function of ``Now`` becomes ``Where``.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: ``like`` is neither a policy nor a function.
     """
     if isinstance(like, When):
         return like
     if callable(like):
         return Where(like)
     raise TypeError(f"when= takes policies such as when.Every(steps=100), or a function, not {like!r}")
+
+
+def joined(when: WhenLike | None, save_interval: int | None, on_preemption: bool) -> When:
+    """Return one policy for a manager's options ``when``, ``save_interval`` and ``chkpt_on_preemption``."""
+    policies = [] if when is None else [policy(when)]
+    if save_interval is not None:
+        policies.append(Every(steps=save_interval))
+    if on_preemption:
+        policies.append(OnPreemption())
+    return AnyOf(tuple(policies))
 
 
 def _flat(one: When) -> tuple[When, ...]:

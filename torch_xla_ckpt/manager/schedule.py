@@ -1,0 +1,69 @@
+"""At which steps a run saves, and when it stops because of preemption: the same answer on all ranks."""
+
+from __future__ import annotations
+
+import logging
+
+from torch_xla_ckpt.coordination import Processes
+from torch_xla_ckpt.manager.agreement import Agreement
+from torch_xla_ckpt.manager.preemption import Preemption
+from torch_xla_ckpt.manager.when import Now, When
+
+logger = logging.getLogger(__name__)
+
+
+class Schedule:
+    """Decides together with the other ranks when to save.
+
+    Args:
+        when: the policy.
+        preemption: what this rank knows of preemption.
+        processes: the ranks that decide together.
+        path: the run's path, for error messages.
+    """
+
+    def __init__(self, when: When, preemption: Preemption, processes: Processes, path: str):
+        self._when = when
+        self._preemption = preemption
+        self._processes = processes
+        self._path = path
+        self._agreement = Agreement(processes, preemption.is_signalled)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a policy wants this step saved."""
+        is_preempted, seconds = self._facts(step)
+        is_preemption_step = is_preempted and self._agreement.preemption_step in (None, step)  # one save is enough
+        return self._when.due(Now(step, self._agreement.last, seconds, is_preemption_step))
+
+    def is_preempted(self, step: int) -> bool:
+        """Return whether to expect preemption."""
+        return self._facts(step)[0]
+
+    def begin(self, step: int) -> int:
+        """Take note that a save begins, on all ranks.
+
+        Returns:
+            The number of the save.
+        """
+        for_preemption = self.is_preempted(step) and self._agreement.preemption_step is None
+        if for_preemption:
+            logger.warning("step %s is saved because the machine is about to be preempted", step)
+        return self._agreement.begin(step, for_preemption)
+
+    def failed(self, number: int, *, everywhere: bool = False) -> None:
+        """Take note that a save has failed; see ``Agreement.failed``."""
+        self._agreement.failed(number, everywhere=everywhere)
+
+    def restored(self, step: int | None) -> None:
+        """Take note that the run continues from a step."""
+        self._agreement.restored(step)
+
+    def close(self) -> None:
+        """End the last exchange with the other ranks."""
+        self._agreement.close()
+
+    def _facts(self, step: int) -> tuple[bool, float]:
+        """Return whether to expect preemption, and the seconds since the last save began."""
+        with self._processes.worded(f"deciding whether to save step {step} to {self._path}"):
+            is_preempted, seconds = self._agreement.at(step)
+        return self._preemption.is_noticed(step) or is_preempted, seconds
