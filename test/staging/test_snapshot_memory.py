@@ -177,7 +177,7 @@ def test_every_dtype_survives_being_written_over_another_copy(part_bytes):
 @settings(max_examples=60)
 @given(st.lists(layouts(), min_size=1, max_size=3), st.integers(1, 200))
 def test_any_layout_is_exact_when_copies_of_any_size_are_kept(cases, part_bytes):
-    least, xla._LEAST_KEPT = xla._LEAST_KEPT, 0
+    least, xla.copies._LEAST_KEPT = xla.copies._LEAST_KEPT, 0
     try:
         capture = Capture("device", None, part_bytes, True, access_of)
         for round_ in range(3):
@@ -193,7 +193,7 @@ def test_any_layout_is_exact_when_copies_of_any_size_are_kept(cases, part_bytes)
             agree({key: assembled(s) for key, s in captured.state.items()}, hosts)
             end(captured)
     finally:
-        xla._LEAST_KEPT = least
+        xla.copies._LEAST_KEPT = least
 
 
 def test_tensors_that_share_data_are_copied_apart_again_and_again():
@@ -211,7 +211,7 @@ def test_tensors_that_share_data_are_copied_apart_again_and_again():
 @pytest.mark.parametrize("max_pending", [1, 3])
 @pytest.mark.parametrize("mode", ["auto", "device", "host"])
 def test_fifty_saves_that_share_memory_hold_each_its_own_step(tmp_path, mode, max_pending, monkeypatch):
-    monkeypatch.setattr(xla, "_LEAST_KEPT", 0)
+    monkeypatch.setattr(xla.copies, "_LEAST_KEPT", 0)
     training, chance, handles, step = Training(), random.Random(11), {}, 0
     with xc.SPMDStager(mode, part_bytes=4096, max_pending=max_pending) as stager:
         while len(handles) < 50:
