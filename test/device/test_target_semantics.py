@@ -1,4 +1,4 @@
-"""Loads do to views, aliases and autograd what ``copy_`` does; targets that cannot hold the data are refused."""
+"""Loads treat views, aliases and autograd as ``copy_`` does. Targets that cannot hold the data are refused."""
 
 import logging
 import subprocess
@@ -166,7 +166,7 @@ def fake():
 
 
 class Wrapping(torch.Tensor):
-    """A tensor whose data is another tensor's."""
+    """A tensor that wraps another tensor."""
 
     @staticmethod
     def __new__(cls, data):
@@ -347,7 +347,7 @@ def test_partial_dtensor_is_refused_and_the_remedy_works(tmp_path):
 
 
 def test_host_tensors_in_the_functional_wrapper_are_saved_and_loaded(tmp_path):
-    """torch_xla makes them in torch's functional wrapper, which has no data pointer."""
+    """``torch.zeros_like(xla_tensor, device="cpu")`` returns a wrapper that has no data pointer."""
     like = put(DATA, mesh((4, 2)), ("a", "b"))
     saved = {"copy": torch.empty_like(like, device="cpu").copy_(DATA), "other": torch.zeros_like(like, device="cpu")}
     assert torch._is_functional_tensor(saved["copy"]), "otherwise this tests nothing"

@@ -54,7 +54,7 @@ def test_any_boxes_are_judged_as_by_counting_every_element(data):
 
 
 def test_hole_is_found_although_the_volumes_add_up():
-    """One half twice has the volume of the whole."""
+    """The same half twice has the volume of the whole."""
     half = Box((0, 0), (2, 4))
     assert not covers_exactly(Box.whole((4, 4)), array([half, half], 2))
 
@@ -72,7 +72,7 @@ def test_scalar_needs_exactly_one_chunk(boxes, exact):
 
 
 def test_tensor_whose_flat_index_exceeds_63_bits_is_judged_exactly():
-    """The corners' flat index leaves 63 bits: the other way of sorting them."""
+    """Corners are sorted by their coordinates if a flat index does not fit into 63 bits."""
     n = 2**40
     quarters = [Box((a * n, b * n), (n, n)) for a, b in itertools.product((0, 1), repeat=2)]
     assert covers_exactly(Box.whole((2 * n, 2 * n)), array(quarters, 2))

@@ -1,4 +1,4 @@
-"""What a load does where target and checkpoint differ: create, cast, rename, refuse, and say so."""
+"""Policies of a load, where target and checkpoint differ: create, cast, rename, keep, refuse, and report."""
 
 import collections
 import copy
@@ -32,7 +32,7 @@ def said(caplog):
 
 
 class Lazy:
-    """Its state has ``data`` only once something was put in."""
+    """A Stateful whose state has "data" only after content was set."""
 
     def __init__(self):
         self.content = None
@@ -230,7 +230,7 @@ def test_failed_load_inserts_no_created_values(tmp_path):
 
 
 class Odd:
-    """A type that nobody allowed."""
+    """A type that loads refuse unless it is allowed."""
 
 
 def test_object_of_a_type_that_is_not_allowed_is_not_created(tmp_path):
@@ -310,7 +310,7 @@ def test_shape_keep_does_not_excuse_an_object_where_the_target_has_a_tensor(tmp_
 
 
 def plans_of(targets, path, **options):
-    """The local plans that ranks with these targets send to the coordinator, and the coordinator's planner."""
+    """Return the plans that ranks with these targets send to the coordinator, and the coordinator's planner."""
     metadata = dcp.FileSystemReader(path).read_metadata()
     planners = [xc.SPMDLoadPlanner(**options) for _ in targets]
     plans = []
@@ -434,7 +434,7 @@ TREES = st.dictionaries(
 
 
 def opens(value):
-    """Whether DCP looks into it: dicts, and lists with a tensor or something that opens."""
+    """Whether DCP gives the values inside keys of their own: dicts, and lists with tensors or such containers."""
     if isinstance(value, dict):
         return True
     return isinstance(value, list) and any(isinstance(entry, torch.Tensor) or opens(entry) for entry in value)
@@ -469,7 +469,7 @@ def nothing(value):
 
 
 def expected(saved_tree, target):
-    """A simple model of what becomes of every key, or None where one is a tensor and the other is none."""
+    """A simple model of the outcome of every key; None if a tensor meets an object."""
     have = dict(leaves(saved_tree))
     want = dict(leaves(target))
     starts = {path[:n] for path in have for n in range(len(path))}

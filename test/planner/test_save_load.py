@@ -1,4 +1,4 @@
-"""Every kind of item, one process: saved, and loaded onto another mesh by every way DCP offers."""
+"""Saving and loading in one process: every kind of value, other meshes, and every way that DCP offers."""
 
 import dataclasses
 import datetime
@@ -141,7 +141,7 @@ def test_sharding_chosen_by_the_compiler_is_saved_and_loaded(tmp_path):
 
 
 def test_loading_into_a_state_dict_changes_the_parameters_of_the_model(tmp_path):
-    """state_dict() gives detached aliases; what is put into them must be what the model computes with."""
+    """state_dict() returns detached aliases. The model must compute with the data that is loaded into them."""
     model = torch.nn.Linear(6, 5).to(torch_xla.device())
     xs.mark_sharding(model.weight, mesh((4, 2)), ("a", "b"))
     weight, bias = random_bits((5, 6), torch.int8).float(), random_bits((5,), torch.int8).float()
@@ -153,7 +153,7 @@ def test_loading_into_a_state_dict_changes_the_parameters_of_the_model(tmp_path)
 
 
 def test_saving_and_loading_draw_no_random_numbers(tmp_path):
-    """Every sync moves the device's seed on: dropout after a save must be what it would have been without."""
+    """Every sync changes the device's seed. Dropout after a save must be the same as without the save."""
 
     def draws(checkpoint):
         xm.set_rng_state(7)
@@ -194,7 +194,7 @@ def test_loading_into_a_view_changes_its_base(view, spec, tmp_path):
 
 
 def test_training_after_a_load_keeps_replicas_equal(tmp_path):
-    """Replicas share one host buffer during the load; updating them in place must not reach it or each other."""
+    """Replicas share one host buffer during the load. Updates in place must change neither it nor other replicas."""
     host = random_bits((8, 6), torch.int32)
     xc.save({"t": host}, tmp_path)
     target = {"t": put(torch.zeros(8, 6, dtype=torch.int32), mesh((2, 4)), ("a", None))}
@@ -328,7 +328,7 @@ def test_a_stateful_is_saved_and_loaded(tmp_path):
     assert loader.position == 41 and holds(loader.moments, torch.full((8,), 41.0))
 
 
-# Loading: checked before anything is read, and moved once.
+# Loading: all checks come before the first read, and every tensor is moved once.
 
 
 def test_all_mismatches_are_listed_at_once_and_nothing_is_loaded(tmp_path):
@@ -370,7 +370,7 @@ def test_warnings_name_casts_and_keys_that_were_left_out(tmp_path, caplog):
 
 
 class Broken(dcp.FileSystemReader):
-    """Fails after some items."""
+    """A storage reader that fails after some items."""
 
     def __init__(self, path, items):
         super().__init__(path)
@@ -471,7 +471,7 @@ def test_replicas_share_one_host_buffer(tmp_path, monkeypatch):
 
 
 def test_nothing_is_written_if_a_shard_is_missing_from_the_save(tmp_path):
-    """What a host that saves alone in a run of several would do."""
+    """One host of several that saves alone holds only some shards."""
     from torch_xla_ckpt.device.xla import XlaAccess
 
     class HalfTheDevices(XlaAccess):
@@ -491,7 +491,7 @@ def test_nothing_is_written_if_a_shard_is_missing_from_the_save(tmp_path):
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_complex128_keeps_its_imaginary_part(threads, tmp_path):
-    """torch_xla drops it on the way to the host."""
+    """torch_xla drops the imaginary part on the way to the host."""
     host = random_bits((9, 4), torch.complex128)
     on = mesh((4, 2))
     state = {f"t{n}": put(host, on, spec) for n, spec in enumerate([("a", "b"), ("b", None), (None, None), None])}
@@ -525,7 +525,7 @@ def test_float8_dtypes_unknown_to_torch_xla_are_saved_as_host_tensors(dtype, tmp
 
 
 class LosesItems(dcp.FileSystemWriter):
-    """What DCP's own writer does when one of several worker threads fails: success, with items left out."""
+    """A writer that leaves items out and reports success, as DCP's writer does when a worker thread fails."""
 
     def finish(self, metadata, results):
         super().finish(metadata, [[result for result in part if result.index.fqn != "lost"] for part in results])
@@ -605,7 +605,7 @@ def test_truncated_file_is_a_checkpoint_error(tmp_path):
 
 
 def test_tensors_are_saved_and_loaded_without_spmd(tmp_path):
-    """A program that never called use_spmd."""
+    """In a program that never calls use_spmd."""
     program = f"""if True:
         import torch, torch_xla, torch_xla_ckpt as xc
         tensor = torch.arange(6.0, device=torch_xla.device()).reshape(2, 3) * 2

@@ -24,12 +24,12 @@ def path(tmp_path_factory):
     return folder
 
 
-def target(spec):
+def target(spec, prime=lambda optimizer: optimizer):
     """A model on the devices, and an optimizer that has made no step."""
     model = {"weight": put(torch.zeros(8, 8), ON, spec), "bias": put(torch.zeros(8), ON, None)}
     optimizer = torch.optim.Adam([torch.nn.Parameter(tensor) for tensor in model.values()])
     settle()
-    return {"model": model, "optim": optimizer.state_dict()}
+    return {"model": model, "optim": prime(optimizer).state_dict()}
 
 
 @pytest.fixture
@@ -72,3 +72,21 @@ def test_no_warning_from_restore(path, warnings):
     optimizer = torch.optim.Adam(model.parameters())
     xc.restore(path, model=model, optimizer=optimizer, mesh=ON, sharding={"weight": ("a", "b"), "bias": ("a",)})
     assert optimizer.state[model.weight]["exp_avg"].device.type == "xla" and warnings() == []
+
+
+def test_no_warning_if_the_optimizer_is_primed(path, warnings):
+    state = target(("a", "b"), xc.prime_optimizer)
+    xc.load(state, path)
+    assert state["optim"]["state"][0]["exp_avg"].any() and warnings() == []
+
+
+def test_state_dict_of_a_primed_optimizer_is_saved_like_any_other(tmp_path):
+    state = xc.prime_optimizer(torch.optim.Adam([torch.nn.Parameter(torch.ones(2))])).state_dict()
+    torch.save(state, tmp_path / "state.pt")
+    assert torch.load(tmp_path / "state.pt", weights_only=True)["state"] == {}
+    xc.save({"optim": state}, tmp_path / "ours")
+    dcp.save({"optim": state}, checkpoint_id=tmp_path / "stock")
+    for folder in (tmp_path / "ours", tmp_path / "stock"):
+        loaded = {"optim": {"param_groups": []}}
+        xc.load(loaded, folder)
+        assert loaded["optim"]["param_groups"][0]["lr"] == 0.001

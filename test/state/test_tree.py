@@ -43,7 +43,7 @@ def test_replaced_value_is_found_under_its_key_and_undone(state):
 
 
 def test_integer_keys_of_mappings_stay_integers():
-    """DCP's own set_element would add a second, string key and leave the old value in place."""
+    """DCP's own set_element would add a second key, a string, and keep the old value."""
     state = {"state": {0: {"step": 1}}}
     StateDictEditor(state).replace(flatten(state)["state.0.step"], 2)
     assert state == {"state": {0: {"step": 2}}}

@@ -8,6 +8,7 @@ from torch_xla_ckpt.planner.load import SPMDLoadPlanner
 from torch_xla_ckpt.planner.match import match
 from torch_xla_ckpt.planner.mismatches import mismatch_error, unexpected_mismatches
 from torch_xla_ckpt.planner.ongoing import Place
+from torch_xla_ckpt.planner.optimizers import mark_primed
 from torch_xla_ckpt.planner.policy import Dtype, Missing, Policy, Rename, Shape, Unexpected
 from torch_xla_ckpt.planner.save import SPMDSavePlanner
 from torch_xla_ckpt.planner.saved import paths_of
@@ -24,6 +25,7 @@ __all__ = [
     "Shape",
     "Unexpected",
     "copy_into",
+    "mark_primed",
     "match",
     "mismatch_error",
     "paths_of",

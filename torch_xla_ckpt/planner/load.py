@@ -253,9 +253,9 @@ def _warn_of_unsharded_state(keys: Sequence[str]) -> None:
     if keys:
         logger.warning(
             "optimizer state was missing from the target, and was created whole in host memory, although the target "
-            "has sharded tensors: %s%s. optimizer.load_state_dict would put all of it on every device, unless the "
-            "optimizer was passed to torch_xla_ckpt.prime_optimizer before. To create it sharded, load with "
-            "torch_xla_ckpt.restore(path, model=..., optimizer=...), or pass placement=",
+            "has sharded tensors: %s%s. optimizer.load_state_dict would put all of it on every device. Restore with "
+            "torch_xla_ckpt.restore(path, model=..., optimizer=...), or call torch_xla_ckpt.prime_optimizer(optimizer) "
+            "before optimizer.state_dict(), or pass placement=",
             ", ".join(keys[:_NAMED]),
             f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else "",
         )

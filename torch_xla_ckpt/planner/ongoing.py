@@ -18,7 +18,7 @@ from torch_xla_ckpt.device import Placement, make
 from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
 from torch_xla_ckpt.planner.match import match
 from torch_xla_ckpt.planner.objects import updated_object
-from torch_xla_ckpt.planner.optimizers import OptimizerPaths
+from torch_xla_ckpt.planner.optimizers import OptimizerPaths, is_primed
 from torch_xla_ckpt.planner.policy import Policy
 from torch_xla_ckpt.planner.reads import plan_reads
 from torch_xla_ckpt.planner.saved import paths_of
@@ -88,7 +88,7 @@ class OngoingLoad:
         self._targets = {key: TensorTarget(handle, buffers) for key, handle in handles.items()}
         tie_shared(self._targets)
         self._accesses = {type(handle.access): handle.access for handle in handles.values()}
-        self.unsharded_state = self._unsharded_state(optimizers)
+        self.unsharded_state = self._unsharded_state(state_dict, optimizers)
         self._objects: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._put_lock = threading.Lock()
@@ -99,15 +99,16 @@ class OngoingLoad:
         self.planned_at = 0.0
         self.put_seconds = 0.0
 
-    def _unsharded_state(self, optimizers: OptimizerPaths) -> tuple[str, ...]:
+    def _unsharded_state(self, state_dict: Mapping[str, Any], optimizers: OptimizerPaths) -> tuple[str, ...]:
         layouts = [
             target.handle.layout for target in self._targets.values() if target.handle.tensor.device.type == "xla"
         ]
         if self._options.placement is not None or all(layout.shard_shape == layout.shape for layout in layouts):
             return ()
-        created = {key: path for key, path in self.match.created.items() if key in self._created}
         # Step counts have no dimensions. Optimizers keep them in host memory.
-        return tuple(key for key, path in created.items() if self._created[key].ndim and optimizers.has(path))
+        created = [key for key in self.match.created if key in self._created and self._created[key].ndim]
+        state_paths = {key: optimizers.state_path(self.match.created[key]) for key in created}
+        return tuple(key for key, path in state_paths.items() if path is not None and not is_primed(state_dict, path))
 
     def _create(self, new: set[str]) -> dict[str, Any]:
         """Create the tensors that the target lacks, or has a placeholder for."""
