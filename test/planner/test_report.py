@@ -21,7 +21,7 @@ def test_planner_reports_the_outcome_of_every_key_after_a_plain_dcp_load(tmp_pat
     assert report.not_requested == ("other",) and report.cast == {"m.a": (torch.float32, torch.float64)}
     assert (report.bytes_needed, report.bytes_read, report.bytes_per_second, report.restarts) == (None, None, None, 0)
     assert report.plan_seconds > 0 and report.read_seconds >= 0 and report.put_seconds >= 0
-    assert str(report).startswith("loaded in ") and "m.head ((2,) -> (9,))" in str(report)
+    assert str(report).startswith("loaded in ") and "m.head (target (9,), checkpoint (2,))" in str(report)
 
 
 def test_outcomes_of_the_planner_are_those_that_xc_load_reports(tmp_path):

@@ -358,6 +358,21 @@ def test_tensor_of_another_shape_is_refused(saved, target, tmp_path):
         xc.load({"t": put(torch.zeros(target), mesh((8,)), None)}, tmp_path)
 
 
+def test_shape_keep_keeps_sharded_tensors_and_loads_the_others(tmp_path):
+    xc.save(
+        {"m": {"body": torch.ones(8, 4), "head": torch.ones(8, 4)}, "o": {"state": {0: torch.ones(8, 4)}}}, tmp_path
+    )
+    on = mesh((4, 2))
+    target = {
+        "m": {name: put(torch.zeros(shape), on, ("a", "b")) for name, shape in (("body", (8, 4)), ("head", (3, 4)))},
+        "o": {"state": {0: put(torch.full((3, 4), 2.0), on, ("b", None))}},
+    }
+    report = xc.load(target, tmp_path, shape="keep")
+    assert report.kept == ("m.head", "o.state.0") and report.loaded == ("m.body",)
+    assert holds(target["m"]["body"], torch.ones(8, 4)) and holds(target["m"]["head"], torch.zeros(3, 4))
+    assert holds(target["o"]["state"][0], torch.full((3, 4), 2.0))
+
+
 def test_warnings_name_casts_and_keys_that_were_left_out(tmp_path, caplog):
     xc.save({"m": {"a": torch.ones(4), "b": torch.ones(2)}, "other": 3}, tmp_path)
     target = {"m": {"a": put(torch.zeros(4, dtype=torch.bfloat16), mesh((8,)), ("a",))}}

@@ -138,7 +138,7 @@ class LoadReport:
         if name == "cast" and outcome.cast:
             return f"{key} ({outcome.cast[0]} -> {outcome.cast[1]})".replace("torch.", "")
         if name == "kept" and outcome.shapes:
-            return f"{key} ({outcome.shapes[0]} -> {outcome.shapes[1]})"
+            return f"{key} (target {outcome.shapes[1]}, checkpoint {outcome.shapes[0]})"
         return f"{key} (was {outcome.renamed})" if name == "renamed" else key
 
     def _speed(self) -> str:
