@@ -28,66 +28,76 @@ class TensorAccess(Protocol):
         """Start and await all pending computation, so that layouts are final and data can be fetched."""
 
     def layout(self, tensor: torch.Tensor) -> TensorLayout:
-        """What this process holds of ``tensor``. Moves no data."""
+        """Return the layout of this process's shards. Moves no data."""
 
     def fetch(self, tensor: torch.Tensor, layout: TensorLayout, part: int = 0) -> Mapping[Box, torch.Tensor]:
-        """The data of each distinct box of a part on the host, without padding. It may share memory with the tensor."""
+        """Return the data of each distinct box of a part in host memory, without padding.
+
+        The data may share memory with the tensor.
+        """
 
     def host_bytes(self, tensor: torch.Tensor, layout: TensorLayout, part: int = 0) -> int:
-        """What fetching a part adds to host memory, in bytes."""
+        """Return the bytes of host memory that fetching a part takes."""
 
     def memory(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """This process's part of ``tensor`` as a host tensor that shares its memory; None if there is no such."""
+        """Return this process's part of the tensor as a host tensor that shares its memory.
+
+        None if there is no such host tensor. A load can read directly into it.
+        """
 
     def put(self, tensor: torch.Tensor, layout: TensorLayout, shards: Mapping[Box, torch.Tensor]) -> None:
-        """Replace the tensor's data in place.
+        """Replace the tensor's data in place. As after ``copy_``, views see the new data, and autograd is told.
 
-        As after ``copy_``, views of the tensor see the new data, and autograd knows that it changed.
-
-        ``shards`` has for each box of the layout one host tensor of the layout's shard shape, the box's elements
-        first and padding after them; replicas of a box share it.
+        Args:
+            tensor: the tensor to write to.
+            layout: the tensor's layout.
+            shards: for each distinct box a host tensor of the layout's shard shape: the elements of the box, followed
+                by padding in each dimension. Replicas share one host tensor.
         """
 
 
 class SnapshotData(Protocol):
-    """The data of a snapshot, on the devices or in host memory."""
+    """The copy of one tensor in a snapshot, on the devices or in host memory."""
 
     def layout(self) -> TensorLayout:
-        """What this process holds of it; waits until it is there."""
+        """Wait for the copy, and return the layout of this process's shards."""
 
     def fetch(self, part: int) -> Mapping[Box, torch.Tensor]:
-        """The data of each distinct box of a part, on the host."""
+        """Return the data of each distinct box of a part, in host memory."""
 
     def host_bytes(self, part: int) -> int:
-        """What fetching a part adds to host memory, in bytes."""
+        """Return the bytes of host memory that fetching a part takes."""
 
 
 @runtime_checkable
 class SaveSource(Protocol):
-    """A planner that knows more about its tensors than DCP asks for."""
+    """A planner that tells storage what resolving an item costs, and how its tensors are sharded."""
 
     def part(self, item: WriteItem) -> int:
-        """Which part of its tensor the item's data comes with: parts are brought to the host one by one."""
+        """Return the number of the part that is fetched with the item. The parts of a tensor are fetched one by one."""
 
     def host_bytes(self, key: str, part: int) -> int:
-        """What asking for a part of the tensor adds to host memory, in bytes."""
+        """Return the bytes of host memory that fetching a part takes: all of it that this process holds."""
 
     def sharding(self, key: str) -> str:
-        """The tensor's sharding, for people."""
+        """Return a description of the tensor's sharding on this process's devices."""
 
 
 @runtime_checkable
 class LoadSink(Protocol):
-    """A planner that can take a tensor as it was read, instead of having it copied into a buffer.
+    """A planner that can adopt the tensor that was read, which saves a copy into a buffer.
 
-    ``resolve_tensor`` and ``adopt`` are called from several threads, while another commits.
+    ``resolve_tensor`` and ``adopt`` are called from several threads, while another thread commits.
     """
 
     def adopt(self, read_item: ReadItem, tensor: torch.Tensor) -> bool:
-        """Take the memory of ``tensor`` for what ``read_item`` asks for, or decline."""
+        """Use the memory of ``tensor`` as the buffer of ``read_item``; return False if it does not fit.
+
+        The storage reader calls ``commit_tensor`` in either case.
+        """
 
     def buffer_bytes(self, key: str) -> int:
-        """What loading the tensor adds to host memory until it is committed, in bytes."""
+        """Return the bytes of host memory that a tensor's buffers take until all its reads are committed."""
 
 
 @dataclass(frozen=True)

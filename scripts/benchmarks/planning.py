@@ -24,8 +24,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import IncompleteCheckpointError
 from torch_xla_ckpt.layout import Box
-from torch_xla_ckpt.planner.load import _reads
-from torch_xla_ckpt.planner.save import LocalFacts, SPMDSavePlanner, _prove_complete
+from torch_xla_ckpt.planner.offers import prove_complete
+from torch_xla_ckpt.planner.reads import plan_reads
+from torch_xla_ckpt.planner.save import LocalFacts, SPMDSavePlanner
 
 SHAPE = (4096, 4096)
 CUTS = {"rows": (1024, 1), "columns": (1, 1024), "grid": (32, 32)}
@@ -61,7 +62,7 @@ def check_that_it_proves(cut: tuple[int, int]) -> None:
         broken = saved(cut)
         broken.chunks = spoil(broken.chunks)
         try:
-            _prove_complete({"t": broken})
+            prove_complete({"t": broken})
         except IncompleteCheckpointError:
             continue
         raise SystemExit("the proof accepted a broken checkpoint")
@@ -92,9 +93,9 @@ def measure(cut: tuple[int, int], tensors: int, repeat: int) -> dict[str, float]
     needed = [Box((a * 1024, b * 2048), (1024, 2048)) for a in range(4) for b in range(2)]  # of a (4, 2) mesh
     one = Metadata({"t": saved(cut)})
     return {
-        "proof": median(lambda: _prove_complete(metadata), repeat),
+        "proof": median(lambda: prove_complete(metadata), repeat),
         "save_plan": median(lambda: SPMDSavePlanner().create_global_plan(gathered), repeat),
-        "load_plan": median(lambda: [_reads(key, key, needed, md) for key, md in metadata.items()], repeat),
+        "load_plan": median(lambda: [plan_reads(key, key, needed, md) for key, md in metadata.items()], repeat),
         "stock_each": median(lambda: _validate_global_plan([SavePlan([])], one), repeat),
     }
 

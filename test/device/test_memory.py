@@ -1,11 +1,11 @@
-"""Free host memory, as the system and the limits of containers tell it, and the share of virtual devices."""
+"""Free host memory: the system's report, limits of containers, and the share of virtual devices."""
 
 import pytest
 
 from torch_xla_ckpt.device import memory, xla
 
 
-def test_what_virtual_devices_have_left_is_their_share_of_the_hosts_available_memory():
+def test_virtual_devices_share_three_quarters_of_the_available_host_memory():
     before = memory.available()
     left = xla.memory_left()
     after = memory.available()
@@ -36,9 +36,7 @@ def test_what_virtual_devices_have_left_is_their_share_of_the_hosts_available_me
         ("", {}, 1000 * 1024),
     ],
 )
-def test_limits_of_the_cgroups_of_a_container_bound_what_is_available(
-    tmp_path, monkeypatch, membership, files, expected
-):
+def test_available_memory_is_bounded_by_the_limits_of_all_cgroups(tmp_path, monkeypatch, membership, files, expected):
     (tmp_path / "meminfo").write_text("MemTotal: 2000 kB\nMemFree: 10 kB\nMemAvailable: 1000 kB\n")
     (tmp_path / "cgroup").write_text(membership)
     for name, text in files.items():
@@ -51,6 +49,6 @@ def test_limits_of_the_cgroups_of_a_container_bound_what_is_available(
     assert memory.available() == expected
 
 
-def test_a_system_that_reports_no_memory_is_not_guessed_at(tmp_path, monkeypatch):
+def test_available_memory_is_none_if_the_system_does_not_report_it(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "_MEMORY", tmp_path / "nothing here")
     assert memory.available() is None and xla.memory_left() is None

@@ -1,4 +1,4 @@
-"""Loads do to views, aliases and autograd what ``copy_`` does; targets that cannot hold the data are refused."""
+"""Loads treat views, aliases and autograd as ``copy_`` does. Targets that cannot hold the data are refused."""
 
 import logging
 import subprocess
@@ -29,13 +29,13 @@ def path(tmp_path_factory):
     return path
 
 
-def tensor_on(place, data):
-    tensor = torch.zeros(data.shape) if place == "host" else torch.zeros(data.shape).to("xla")
-    if place in ("sharded", "wrapped"):
+def tensor_on(device, data):
+    tensor = torch.zeros(data.shape) if device == "host" else torch.zeros(data.shape).to("xla")
+    if device in ("sharded", "wrapped"):
         wrapped = xs.mark_sharding(tensor, ON, ("a", "b"))
         settle()
-        return wrapped if place == "wrapped" else tensor
-    if place != "host":
+        return wrapped if device == "wrapped" else tensor
+    if device != "host":
         settle()
     return tensor
 
@@ -45,15 +45,15 @@ def inner(tensor):
 
 
 @pytest.mark.parametrize("key", ["w", "large"])
-@pytest.mark.parametrize("place", ["host", "whole", "sharded", "wrapped"])
+@pytest.mark.parametrize("device", ["host", "whole", "sharded", "wrapped"])
 @pytest.mark.parametrize("through", ["itself", "detach", "data"])
 @pytest.mark.parametrize("synced", [False, True])
-def test_views_and_aliases_see_what_was_loaded(path, key, place, through, synced):
+def test_views_and_aliases_see_loaded_data(path, key, device, through, synced):
     data = DATA if key == "w" else LARGE
-    target = tensor_on(place, data)
+    target = tensor_on(device, data)
     base = inner(target)
     views = {"rows": base[:4], "flat": base.view(-1), "t": base.t(), "data": base.data, "detach": base.detach()}
-    if synced and place != "host":
+    if synced and device != "host":
         torch_xla.sync()
     if through != "itself":
         target = getattr(base, through)
@@ -67,26 +67,26 @@ def test_views_and_aliases_see_what_was_loaded(path, key, place, through, synced
 
 
 @pytest.mark.parametrize("key", ["w", "large"])
-@pytest.mark.parametrize("place", ["host", "whole", "sharded"])
-def test_a_load_between_forward_and_backward_is_an_error_as_with_copy(path, key, place):
-    tensor = tensor_on(place, DATA if key == "w" else LARGE).requires_grad_()
+@pytest.mark.parametrize("device", ["host", "whole", "sharded"])
+def test_load_between_forward_and_backward_is_an_error_as_with_copy(path, key, device):
+    tensor = tensor_on(device, DATA if key == "w" else LARGE).requires_grad_()
     loss = (tensor * tensor).sum()
     xc.load({key: tensor.detach()}, path)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
-@pytest.mark.parametrize("place", ["host", "whole", "sharded"])
-def test_tensors_of_inference_mode_are_loaded(path, place):
+@pytest.mark.parametrize("device", ["host", "whole", "sharded"])
+def test_tensors_of_inference_mode_are_loaded(path, device):
     with torch.inference_mode():
-        target = tensor_on(place, DATA)
+        target = tensor_on(device, DATA)
         view = target[:4]
         xc.load({"w": target}, path)
         assert torch.equal(target.cpu(), DATA) and torch.equal(view.cpu(), DATA[:4])
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (1, 8)])
-def test_views_are_filled_and_so_is_their_base(path, shape):
+def test_loading_into_a_view_fills_the_view_and_its_base(path, shape):
     base = torch.zeros(16, 8).to("xla")
     xs.mark_sharding(base, ON, ("a", "b"))
     settle()
@@ -96,8 +96,8 @@ def test_views_are_filled_and_so_is_their_base(path, shape):
     assert torch.equal(base.cpu(), torch.cat([DATA, DATA]))
 
 
-def repeated(place, how):
-    base = torch.zeros(8, 8) if place == "host" else torch.zeros(8, 8).to("xla")
+def repeated(device, how):
+    base = torch.zeros(8, 8) if device == "host" else torch.zeros(8, 8).to("xla")
     return {
         "expand": lambda: base[:1].expand(8, 8),
         "chain": lambda: base[:, :1].expand(8, 8).t(),
@@ -107,15 +107,15 @@ def repeated(place, how):
     }[how]()
 
 
-@pytest.mark.parametrize("place", ["host", "xla"])
+@pytest.mark.parametrize("device", ["host", "xla"])
 @pytest.mark.parametrize("how", ["expand", "chain", "unfold", "detached", "parameter"])
-def test_targets_whose_elements_overlap_are_refused_before_anything_is_changed(tmp_path, place, how):
+def test_targets_whose_elements_share_memory_are_refused_before_anything_is_changed(tmp_path, device, how):
     xc.save({"a": torch.ones(4), "w": DATA}, tmp_path)
-    target = {"a": torch.zeros(4), "w": repeated(place, how)}
-    with pytest.raises(xc.CheckpointError, match=r"'w': .*share one place in memory.*clone"):
+    target = {"a": torch.zeros(4), "w": repeated(device, how)}
+    with pytest.raises(xc.CheckpointError, match=r"'w': .*share the same memory.*clone"):
         xc.load(target, tmp_path)
     assert not target["a"].any() and not target["w"].cpu().any()
-    with pytest.raises(xc.CheckpointError, match="share one place"):
+    with pytest.raises(xc.CheckpointError, match="share the same memory"):
         xc.load({"a": torch.zeros(4), "w": (target["w"], 1)}, saved_tuple(tmp_path))
 
 
@@ -124,7 +124,7 @@ def saved_tuple(folder):
     return folder / "tuple"
 
 
-def test_overlap_is_told_from_sizes_and_strides():
+def test_shared_memory_is_detected_from_sizes_and_strides():
     generator = torch.Generator().manual_seed(0)
     for _ in range(500):
         ndim = int(torch.randint(0, 4, (), generator=generator))
@@ -136,20 +136,20 @@ def test_overlap_is_told_from_sizes_and_strides():
         assert elements_overlap(sizes, strides) == (len(set(places.tolist())) < len(places)), (sizes, strides)
 
 
-@pytest.mark.parametrize("place", ["host", "sharded"])
-def test_keys_that_are_one_tensor_are_named_if_their_values_differ(tmp_path, caplog, place):
+@pytest.mark.parametrize("device", ["host", "sharded"])
+def test_keys_that_share_one_tensor_are_named_if_their_saved_values_differ(tmp_path, caplog, device):
     xc.save({"a": DATA, "b": DATA + 1, "c": DATA, "d": DATA}, tmp_path)
     for keys, expected, named in (
         (("a", "b"), DATA + 1, True),
         (("b", "a"), DATA + 1, True),
         (("c", "d"), DATA, False),
     ):
-        tensor = tensor_on(place, DATA)
+        tensor = tensor_on(device, DATA)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             xc.load({keys[0]: tensor, keys[1]: tensor.detach()}, tmp_path)
         assert torch.equal(tensor.cpu(), expected)
-        assert ("are one tensor in the target" in caplog.text and ", ".join(sorted(keys)) in caplog.text) == named
+        assert ("share one tensor in the target" in caplog.text and ", ".join(sorted(keys)) in caplog.text) == named
 
 
 def quantized(scale=0.1):
@@ -166,7 +166,7 @@ def fake():
 
 
 class Wrapping(torch.Tensor):
-    """A tensor whose data is another tensor's."""
+    """A tensor that wraps another tensor."""
 
     @staticmethod
     def __new__(cls, data):
@@ -202,7 +202,7 @@ ODD = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ODD)
-def test_tensors_that_are_more_than_elements_are_refused_at_saving_by_key(tmp_path, kind):
+def test_save_refuses_tensors_that_are_not_plain_elements_and_names_the_key(tmp_path, kind):
     make, message = ODD[kind]
     tensor = make()
     with pytest.raises(xc.CheckpointError, match=rf"(?s)'odd': .*{message}"):
@@ -213,7 +213,7 @@ def test_tensors_that_are_more_than_elements_are_refused_at_saving_by_key(tmp_pa
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["quantized", "mkldnn", "fake", "two", "wrapping"])
-def test_targets_that_are_more_than_elements_are_refused_before_anything_is_changed(tmp_path, kind):
+def test_load_refuses_targets_that_are_not_plain_elements_before_anything_is_changed(tmp_path, kind):
     make, message = ODD[kind]
     odd = make()
     xc.save({"a": torch.ones(4), "odd": torch.ones(odd.shape)}, tmp_path)
@@ -233,7 +233,7 @@ def test_tensors_inside_a_transform_are_refused(tmp_path):
     torch.func.grad(save)(torch.ones(3))
 
 
-def test_a_tensor_of_a_plain_subclass_is_saved_without_its_class(tmp_path):
+def test_tensor_of_a_plain_subclass_is_saved_without_its_class(tmp_path):
     class Named(torch.Tensor):
         """A local class, which cannot be pickled."""
 
@@ -243,7 +243,7 @@ def test_a_tensor_of_a_plain_subclass_is_saved_without_its_class(tmp_path):
         assert torch.equal(target.as_subclass(torch.Tensor), DATA)
 
 
-def test_quantized_tensors_inside_objects_come_back_exactly(tmp_path):
+def test_quantized_tensors_inside_objects_are_restored_exactly(tmp_path):
     for make, like in ((quantized, lambda: quantized(0.5)), (per_channel, per_channel)):
         saved, target = make(), {"pair": (like(), 1)}
         xc.save({"pair": (saved, 1)}, tmp_path)
@@ -253,7 +253,7 @@ def test_quantized_tensors_inside_objects_come_back_exactly(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_quantized_module_comes_back_exactly(tmp_path):
+def test_quantized_module_is_restored_exactly(tmp_path):
     def linear(scale):
         module = torch.ao.nn.quantized.Linear(4, 4)
         module.set_weight_bias(torch.quantize_per_tensor(torch.randn(4, 4), scale, 3, torch.qint8), torch.randn(4))
@@ -280,7 +280,7 @@ def through_restore(module, path):
     xc.restore(path, model=module)
 
 
-def test_quantized_items_of_other_checkpoints_are_never_loaded_raw(tmp_path, caplog):
+def test_quantized_items_of_other_checkpoints_are_not_loaded_as_integers(tmp_path, caplog):
     """Stock DCP, and earlier versions of this package, saved the integers without their scale."""
     import torch.distributed.checkpoint as dcp
 
@@ -297,7 +297,7 @@ def test_quantized_items_of_other_checkpoints_are_never_loaded_raw(tmp_path, cap
     assert report.unexpected == ("g.q",) and "g.q" in caplog.text and target["g"]["w"].all()
 
 
-def test_none_gives_way_to_what_was_saved(tmp_path):
+def test_none_and_empty_lists_are_replaced_by_saved_values(tmp_path):
     xc.save({"w": DATA, "g": {"a": torch.ones(2), "l": [torch.ones(1)]}}, tmp_path)
     for hollow in (None, []):
         target = {"w": hollow, "g": {"a": hollow, "l": hollow}}
@@ -335,7 +335,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_partial_dtensor_is_refused_and_the_remedy_works(tmp_path):
+def test_partial_dtensor_is_refused_and_the_remedy_works(tmp_path):
     command = [sys.executable, "-c", PARTIAL]
     arguments = [str(tmp_path / "store"), str(tmp_path / "saved")]
     ranks = [subprocess.Popen([*command, str(rank), *arguments], env=environment()) for rank in range(2)]
@@ -346,8 +346,8 @@ def test_a_partial_dtensor_is_refused_and_the_remedy_works(tmp_path):
             rank.kill()
 
 
-def test_host_tensors_that_were_made_like_tensors_on_devices_are_saved_and_loaded(tmp_path):
-    """torch_xla makes them in torch's functional wrapper, which has no data pointer."""
+def test_host_tensors_in_the_functional_wrapper_are_saved_and_loaded(tmp_path):
+    """``torch.zeros_like(xla_tensor, device="cpu")`` returns a wrapper that has no data pointer."""
     like = put(DATA, mesh((4, 2)), ("a", "b"))
     saved = {"copy": torch.empty_like(like, device="cpu").copy_(DATA), "other": torch.zeros_like(like, device="cpu")}
     assert torch._is_functional_tensor(saved["copy"]), "otherwise this tests nothing"

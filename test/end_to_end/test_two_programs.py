@@ -310,7 +310,7 @@ def test_a_reader_gets_one_whole_checkpoint_while_it_is_replaced(tmp_path):
 
     state = {"t": torch.zeros(100)}
     report = xc.load(state, storage_reader=Late(path))
-    assert report.restarts == 2 and "began again 2 times" in str(report)
+    assert report.restarts == 2 and "restarted 2 times" in str(report)
     assert state["t"].eq(3).all()
 
 

@@ -1,4 +1,4 @@
-"""An exact cover is recognised, and what is missing or doubled is found, however the boxes are cut."""
+"""Exact covers are recognised, and missing or doubled regions are found, however the boxes are cut."""
 
 import itertools
 
@@ -11,14 +11,14 @@ from torch_xla_ckpt.layout import Box, covers_exactly, find_flaws
 
 
 @given(tilings())
-def test_every_tiling_is_a_cover(tiling):
+def test_every_tiling_is_an_exact_cover(tiling):
     whole, pieces = tiling
     assert covers_exactly(whole, array(pieces, len(whole.sizes)))
     assert find_flaws(whole, array(pieces, len(whole.sizes))) == ()
 
 
 @given(tilings(), st.data())
-def test_a_missing_piece_is_found_where_it_lies(tiling, data):
+def test_missing_box_is_found_at_its_position(tiling, data):
     whole, pieces = tiling
     lost = data.draw(st.sampled_from(pieces))
     rest = array([piece for piece in pieces if piece is not lost], len(whole.sizes))
@@ -29,7 +29,7 @@ def test_a_missing_piece_is_found_where_it_lies(tiling, data):
 
 
 @given(tilings(), st.data())
-def test_a_doubled_region_is_found_where_it_lies(tiling, data):
+def test_doubled_region_is_found_at_its_position(tiling, data):
     whole, pieces = tiling
     more = data.draw(boxes_in(whole.sizes).filter(lambda box: box.volume))
     doubled = array([*pieces, more], len(whole.sizes))
@@ -41,7 +41,7 @@ def test_a_doubled_region_is_found_where_it_lies(tiling, data):
 
 @settings(max_examples=300)
 @given(st.data())
-def test_any_set_of_boxes_is_judged_as_counting_elements_would(data):
+def test_any_boxes_are_judged_as_by_counting_every_element(data):
     shape = data.draw(shapes())
     boxes = data.draw(st.lists(boxes_in(shape), max_size=6))
     held = count(shape, boxes)
@@ -53,13 +53,13 @@ def test_any_set_of_boxes_is_judged_as_counting_elements_would(data):
     assert (doubled == (held > 1)).all()
 
 
-def test_equal_volume_does_not_hide_a_hole():
-    """One half twice has the volume of the whole."""
+def test_hole_is_found_although_the_volumes_add_up():
+    """The same half twice has the volume of the whole."""
     half = Box((0, 0), (2, 4))
     assert not covers_exactly(Box.whole((4, 4)), array([half, half], 2))
 
 
-def test_a_box_that_leaves_the_tensor_is_named():
+def test_box_outside_of_the_tensor_is_named():
     boxes = array([Box((0,), (6,))], 1)
     assert not covers_exactly(Box.whole((4,)), boxes)
     (flaw,) = find_flaws(Box.whole((4,)), boxes)
@@ -67,12 +67,12 @@ def test_a_box_that_leaves_the_tensor_is_named():
 
 
 @pytest.mark.parametrize("boxes, exact", [([], False), ([Box((), ())], True), ([Box((), ())] * 2, False)])
-def test_a_scalar_needs_exactly_one_chunk(boxes, exact):
+def test_scalar_needs_exactly_one_chunk(boxes, exact):
     assert covers_exactly(Box.whole(()), array(boxes, 0)) is exact
 
 
-def test_a_tensor_too_large_for_one_index_is_judged_exactly():
-    """The corners' flat index leaves 63 bits: the other way of sorting them."""
+def test_tensor_whose_flat_index_exceeds_63_bits_is_judged_exactly():
+    """Corners are sorted by their coordinates if a flat index does not fit into 63 bits."""
     n = 2**40
     quarters = [Box((a * n, b * n), (n, n)) for a, b in itertools.product((0, 1), repeat=2)]
     assert covers_exactly(Box.whole((2 * n, 2 * n)), array(quarters, 2))
@@ -81,7 +81,7 @@ def test_a_tensor_too_large_for_one_index_is_judged_exactly():
     assert flaw.box == quarters[3]
 
 
-def test_a_region_that_does_not_start_at_zero():
+def test_region_need_not_start_at_zero():
     region = Box((2, 3), (2, 2))
     parts = [Box((2, 3), (1, 2)), Box((3, 3), (1, 2))]
     assert covers_exactly(region, array(parts, 2))
@@ -89,6 +89,6 @@ def test_a_region_that_does_not_start_at_zero():
 
 
 @pytest.mark.parametrize("offsets, sizes", [((0,), (1, 2)), ((-1,), (2,)), ((0,), (-2,))])
-def test_impossible_boxes_cannot_be_built(offsets, sizes):
+def test_box_with_invalid_offsets_or_sizes_cannot_be_built(offsets, sizes):
     with pytest.raises(ValueError, match="box"):
         Box(offsets, sizes)

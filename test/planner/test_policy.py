@@ -1,4 +1,4 @@
-"""What a load does where target and checkpoint differ: create, cast, rename, refuse, and say so."""
+"""Policies of a load, where target and checkpoint differ: create, cast, rename, keep, refuse, and report."""
 
 import collections
 import copy
@@ -32,7 +32,7 @@ def said(caplog):
 
 
 class Lazy:
-    """Its state has ``data`` only once something was put in."""
+    """A Stateful whose state has "data" only after content was set."""
 
     def __init__(self):
         self.content = None
@@ -45,7 +45,7 @@ class Lazy:
 
 
 @pytest.mark.parametrize("call", ["dcp", "xc"])
-def test_a_nested_dict_whose_data_is_absent_gets_it_back(tmp_path, call):
+def test_values_missing_from_a_nested_dict_are_created(tmp_path, call):
     content = {"values": torch.arange(5), "name": "n", "deep": [{"x": torch.ones(2)}, 3]}
     saved(tmp_path, {"app": {"data": content, "step": 1}})
     target = {"app": {"step": 0}}
@@ -63,7 +63,7 @@ def test_a_nested_dict_whose_data_is_absent_gets_it_back(tmp_path, call):
 
 
 @pytest.mark.parametrize("call", ["dcp", "xc"])
-def test_a_stateful_whose_state_appears_later_gets_it_back(tmp_path, call):
+def test_values_missing_from_a_stateful_are_created(tmp_path, call):
     writer = Lazy()
     writer.content = {"position": 7, "buffer": torch.arange(3)}
     saved(tmp_path, {"loader": writer})
@@ -77,7 +77,7 @@ def test_a_stateful_whose_state_appears_later_gets_it_back(tmp_path, call):
 
 
 @pytest.mark.parametrize("placeholder", [None, [], {}])
-def test_what_stands_for_something_not_built_yet_is_replaced_by_it(tmp_path, placeholder):
+def test_placeholders_are_replaced_by_saved_containers(tmp_path, placeholder):
     saved(tmp_path, {"a": {"list": [torch.ones(1), {"x": 2}], "dict": {"k": 1, "t": torch.zeros(2)}}})
     for name in ("list", "dict"):
         target = {"a": {name: copy.copy(placeholder)}}
@@ -86,7 +86,7 @@ def test_what_stands_for_something_not_built_yet_is_replaced_by_it(tmp_path, pla
     assert target["a"]["dict"]["k"] == 1
 
 
-def test_integer_keys_come_back_as_integers_and_strings_as_strings(tmp_path):
+def test_integer_keys_stay_integers_and_string_keys_stay_strings(tmp_path):
     state = {"a": {0: torch.ones(1), 7: {"x": 1}}, "b": {"0": torch.ones(1), "7": 3}, "c": {-2: 1, "y": 2}}
     saved(tmp_path, state)
     target = {"a": {}, "b": {}, "c": {}}
@@ -97,7 +97,7 @@ def test_integer_keys_come_back_as_integers_and_strings_as_strings(tmp_path):
     assert list(target["a"]) == [0, 7] and sorted(target["b"]) == ["0", "7"] and set(target["c"]) == {-2, "y"}
 
 
-def test_optimizer_state_of_stock_checkpoints_is_keyed_by_integers(tmp_path):
+def test_optimizer_state_of_stock_dcp_checkpoints_is_keyed_by_integers(tmp_path):
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
@@ -108,7 +108,7 @@ def test_optimizer_state_of_stock_checkpoints_is_keyed_by_integers(tmp_path):
     assert list(target["optim"]["state"]) == [0, 1]
 
 
-def test_empty_containers_are_not_lost(tmp_path):
+def test_empty_containers_are_saved_and_loaded(tmp_path):
     state = {"a": {"none": {}, "list": [{}, torch.ones(1), []], "optim": {"state": {}, "lr": 1}}, "b": {}}
     saved(tmp_path, state)
     target = {"a": {}, "b": None}
@@ -120,7 +120,7 @@ def test_empty_containers_are_not_lost(tmp_path):
     assert target["a"]["none"] is kept
 
 
-def test_an_empty_dict_does_not_take_the_place_of_tensors(tmp_path):
+def test_saved_empty_dict_does_not_replace_tensors(tmp_path):
     saved(tmp_path, {"optim": {"state": {}}})
     with pytest.raises(xc.MismatchError, match=r"optim\.state\.0\.m"):
         xc.load({"optim": {"state": {0: {"m": torch.ones(1)}}}}, tmp_path)
@@ -129,7 +129,7 @@ def test_an_empty_dict_does_not_take_the_place_of_tensors(tmp_path):
 # --- missing
 
 
-def test_missing_keys_are_listed_in_one_error_and_nothing_is_changed(tmp_path):
+def test_one_error_lists_all_missing_keys_and_nothing_is_changed(tmp_path):
     saved(tmp_path, {"model": tensors("a")})
     target = {"model": {**tensors("a", "b", "c"), "n": 3}}
     before = copy.deepcopy(target)
@@ -140,7 +140,7 @@ def test_missing_keys_are_listed_in_one_error_and_nothing_is_changed(tmp_path):
 
 
 @pytest.mark.parametrize("policy", ["warn", "keep"])
-def test_missing_keys_keep_their_values(tmp_path, said, policy):
+def test_missing_keys_keep_the_values_of_the_target(tmp_path, said, policy):
     saved(tmp_path, {"model": tensors("a")})
     target = {"model": {"a": torch.zeros(4), "b": torch.full((4,), 9.0), "n": 3}}
     report = xc.load(target, tmp_path, missing=policy)
@@ -153,14 +153,14 @@ def test_missing_keys_keep_their_values(tmp_path, said, policy):
 # --- unexpected
 
 
-def test_what_the_target_does_not_name_is_not_requested_and_not_spoken_of(tmp_path, said):
+def test_parts_that_the_target_does_not_name_are_not_requested_and_cause_no_warning(tmp_path, said):
     saved(tmp_path, {"model": tensors("a"), "optim": {"state": tensors("m")}, "step": 4})
     report = xc.load({"model": tensors("a")}, tmp_path)
     assert set(report.not_requested) == {"optim.state.m", "step"}
     assert (report.unexpected, report.created, said()) == ((), (), [])
 
 
-def test_an_empty_dict_names_its_part_of_the_tree(tmp_path):
+def test_empty_dict_requests_its_part_of_the_tree(tmp_path):
     saved(tmp_path, {"model": tensors("a"), "optim": {"state": tensors("m")}})
     target = {"model": tensors("a"), "optim": {}}
     report = xc.load(target, tmp_path)
@@ -168,7 +168,7 @@ def test_an_empty_dict_names_its_part_of_the_tree(tmp_path):
 
 
 @pytest.mark.parametrize("policy", ["warn", "ignore"])
-def test_unexpected_keys_can_be_left_out(tmp_path, said, policy):
+def test_unexpected_keys_are_left_out(tmp_path, said, policy):
     saved(tmp_path, {"model": tensors("a", "b")})
     target = {"model": {"a": torch.zeros(4)}}
     report = xc.load(target, tmp_path, unexpected=policy)
@@ -176,7 +176,7 @@ def test_unexpected_keys_can_be_left_out(tmp_path, said, policy):
     assert len(said()) == (policy == "warn")
 
 
-def test_unexpected_keys_can_be_refused_with_one_error(tmp_path):
+def test_one_error_lists_all_unexpected_keys(tmp_path):
     saved(tmp_path, {"model": {**tensors("a", "b", "c"), "n": 1}})
     target = {"model": {"a": torch.zeros(4)}}
     with pytest.raises(xc.MismatchError) as error:
@@ -185,7 +185,7 @@ def test_unexpected_keys_can_be_refused_with_one_error(tmp_path):
     assert target["model"]["a"].eq(0).all()
 
 
-def test_in_a_flat_target_of_tensors_nothing_is_created_and_it_says_so(tmp_path, said):
+def test_flat_target_of_tensors_gets_a_warning_instead_of_new_keys(tmp_path, said):
     saved(tmp_path, tensors("a", "b"))
     target = {"a": torch.zeros(4)}
     report = xc.load(target, tmp_path)
@@ -193,7 +193,7 @@ def test_in_a_flat_target_of_tensors_nothing_is_created_and_it_says_so(tmp_path,
     assert len(said()) == 1 and "b" in said()[0]
 
 
-def test_created_tensors_go_where_placement_says(tmp_path):
+def test_placement_decides_where_tensors_are_created(tmp_path):
     saved(tmp_path, {"m": {"a": torch.ones(2, 3), "n": 5}})
     asked = []
 
@@ -207,7 +207,7 @@ def test_created_tensors_go_where_placement_says(tmp_path):
     assert target["m"]["a"].eq(1).all() and target["m"]["n"] == 5
 
 
-def test_lists_grow_and_what_has_no_place_is_reported(tmp_path, said):
+def test_lists_grow_and_keys_without_room_are_reported(tmp_path, said):
     saved(tmp_path, {"m": {"xs": [torch.zeros(1), torch.ones(1), torch.full((1,), 2.0)]}})
     target = {"m": {"xs": [torch.full((1,), 9.0)]}}
     xc.load(target, tmp_path)
@@ -218,7 +218,7 @@ def test_lists_grow_and_what_has_no_place_is_reported(tmp_path, said):
     assert report.not_requested == ("m.xs.1",) and len(said()) == 1
 
 
-def test_a_load_that_fails_halfway_leaves_created_objects_out(tmp_path):
+def test_failed_load_inserts_no_created_values(tmp_path):
     saved(tmp_path, {"m": {"a": torch.ones(4), "big": torch.ones(1 << 16), "n": {"x": 1}}})
     with open(next(tmp_path.glob("*.distcp")), "r+b") as file:
         file.seek(-4096, 2)
@@ -230,10 +230,10 @@ def test_a_load_that_fails_halfway_leaves_created_objects_out(tmp_path):
 
 
 class Odd:
-    """A type that nobody allowed."""
+    """A type that loads refuse unless it is allowed."""
 
 
-def test_an_object_that_is_not_safe_is_not_created(tmp_path):
+def test_object_of_a_type_that_is_not_allowed_is_not_created(tmp_path):
     saved(tmp_path, {"m": {"a": torch.ones(4), "odd": Odd(), "n": {"x": 1}}})
     target = {"m": {"n": {"x": 0}}}
     with pytest.raises(xc.UnsafeObjectError, match=r"'m\.odd'.*Odd"):
@@ -243,7 +243,7 @@ def test_an_object_that_is_not_safe_is_not_created(tmp_path):
     assert type(target["m"]["odd"]) is Odd and target["m"]["n"] == {"x": 1}
 
 
-def test_what_a_container_refuses_leaves_nothing_behind(tmp_path):
+def test_all_edits_are_undone_if_a_container_refuses_a_value(tmp_path):
     class Picky(dict):
         def __setitem__(self, key, value):
             if key == "b":
@@ -257,7 +257,7 @@ def test_what_a_container_refuses_leaves_nothing_behind(tmp_path):
     assert target == {"m": {}, "k": {"n": 1}}
 
 
-# --- dtype and shape
+# --- dtype
 
 
 def test_casts_are_reported_or_refused(tmp_path, said):
@@ -271,78 +271,12 @@ def test_casts_are_reported_or_refused(tmp_path, said):
     assert report.cast == {"m.a": (torch.float32, torch.bfloat16)} and "m.a" in said()[-1]
 
 
-def test_another_shape_is_an_error_that_names_the_remedies(tmp_path):
-    saved(tmp_path, {"m": tensors("a")})
-    with pytest.raises(xc.MismatchError, match=r"m\.a") as error:
-        xc.load({"m": {"a": torch.zeros(5)}}, tmp_path, missing="keep", unexpected="ignore")
-    assert 'shape="keep"' in str(error.value) and "exclude=" in str(error.value)
-
-
-def test_shape_keep_loads_the_rest_and_names_the_keys_with_another_shape(tmp_path, said):
-    saved(tmp_path, {"m": tensors("body", "head", "bias"), "optim": {"head": torch.ones(4)}})
-    old = torch.full((5, 2), 9.0)
-    target = {"m": {"body": torch.zeros(4), "head": old, "bias": torch.zeros(4)}, "optim": {"head": torch.zeros(5)}}
-    report = xc.load(target, tmp_path, shape="keep")
-    assert target["m"]["head"] is old and old.eq(9).all() and target["optim"]["head"].eq(0).all()
-    assert target["m"]["body"].eq(1).all() and target["m"]["bias"].eq(3).all()
-    assert report.kept == ("m.head", "optim.head") and set(report.loaded) == {"m.body", "m.bias"}
-    assert report.outcomes["m.head"].shapes == ((4,), (5, 2))
-    assert (report.unexpected, report.missing, report.created, report.not_requested) == ((), (), (), ())
-    (warning,) = said()
-    assert "m.head (target (5, 2), checkpoint (4,))" in warning and "optim.head" in warning
-    assert "kept" in str(report) and "m.head ((4,) -> (5, 2))" in str(report)
-    assert report.bytes_needed == 2 * 16
-
-
-def test_shape_keep_holds_for_renamed_keys_and_for_tensors_on_the_meta_device(tmp_path):
-    saved(tmp_path, {"m": {"old": torch.ones(4), "meta": torch.ones(3)}})
-    target = {"m": {"new": torch.zeros(2), "meta": torch.empty(2, device="meta")}}
-    report = xc.load(target, tmp_path, shape="keep", rename={"m.old": "m.new"})
-    assert report.kept == ("m.new", "m.meta") and report.renamed == {"m.new": "m.old"}
-    assert target["m"]["new"].eq(0).all() and target["m"]["meta"].shape == (2,)
-
-
-def test_shape_keep_does_not_excuse_an_object_where_the_target_has_a_tensor(tmp_path):
-    saved(tmp_path, {"m": {"a": 5, "b": torch.ones(2)}})
-    with pytest.raises(xc.MismatchError) as error:
-        xc.load({"m": {"a": torch.zeros(2), "b": 1}}, tmp_path, shape="keep")
-    assert {(m.key, m.kind) for m in error.value.mismatches} == {("m.a", "type"), ("m.b", "type")}
-
-
-def plans_of(targets, path, **options):
-    """The local plans that ranks with these targets send to the coordinator, and the coordinator's planner."""
-    metadata = dcp.FileSystemReader(path).read_metadata()
-    planners = [xc.SPMDLoadPlanner(**options) for _ in targets]
-    plans = []
-    for planner, target in zip(planners, targets):
-        planner.set_up_planner(target, metadata, is_coordinator=planner is planners[0])
-        plans.append(planner.create_local_plan())
-    return plans, planners[0]
-
-
-def test_shape_keep_is_refused_if_some_ranks_would_load_a_key_that_others_keep(tmp_path):
-    saved(tmp_path, {"a": torch.ones(4), "b": torch.ones(4)})
-    shapes = [(4, 5), (5, 5), (6, 5)]
-    plans, coordinator = plans_of(
-        [{"a": torch.zeros(a), "b": torch.zeros(b)} for a, b in shapes], tmp_path, shape="keep"
-    )
-    with pytest.raises(xc.MismatchError, match=r"(?s)some ranks.*\n  a: .*\(5,\).*\(rank 1\).*same shape on all ranks"):
-        coordinator.create_global_plan(plans)
-
-
-def test_ranks_that_all_keep_a_key_report_it_alike(tmp_path):
-    saved(tmp_path, {"a": torch.ones(4), "b": torch.ones(4)})
-    plans, coordinator = plans_of([{"a": torch.zeros(4), "b": torch.zeros(5)}] * 2, tmp_path, shape="keep")
-    for plan in coordinator.create_global_plan(plans):
-        assert plan.planner_data["b"].status == "kept" and plan.planner_data["a"].status == "loaded"
-
-
 # --- names
 
 
 @pytest.mark.parametrize("wrapper", ["_orig_module", "_orig_mod", "module"])
 @pytest.mark.parametrize("side", ["saved", "target"])
-def test_wrappers_prefixes_do_not_matter(tmp_path, wrapper, side):
+def test_keys_match_despite_prefixes_of_wrappers(tmp_path, wrapper, side):
     plain = {"layer.weight": torch.ones(3), "layer.bias": torch.full((3,), 2.0)}
     wrapped = {f"{wrapper}.{key}": value for key, value in plain.items()}
     saved(tmp_path, {"model": wrapped if side == "saved" else plain})
@@ -352,13 +286,13 @@ def test_wrappers_prefixes_do_not_matter(tmp_path, wrapper, side):
     assert len(report.renamed) == 2 and report.created == report.unexpected == ()
 
 
-def test_wrappers_prefixes_are_kept_where_they_tell_keys_apart(tmp_path):
+def test_prefixes_of_wrappers_count_if_they_tell_keys_apart(tmp_path):
     saved(tmp_path, {"model": {"module.w": torch.ones(1), "_orig_mod.w": torch.ones(1)}})
     with pytest.raises(xc.MismatchError, match=r"model\.w"):
         xc.load({"model": {"w": torch.zeros(1)}}, tmp_path)
 
 
-def test_keys_can_be_renamed_by_mapping_and_by_function(tmp_path):
+def test_keys_are_renamed_by_mapping_and_by_function(tmp_path):
     saved(tmp_path, {"model": {"old": torch.ones(1), "same": torch.full((1,), 2.0)}})
     for rename in ({"model.old": "model.new"}, lambda key: key.replace("old", "new")):
         target = {"model": {"new": torch.zeros(1), "same": torch.zeros(1)}}
@@ -367,14 +301,14 @@ def test_keys_can_be_renamed_by_mapping_and_by_function(tmp_path):
         assert report.renamed == {"model.new": "model.old"} and report.created == ()
 
 
-def test_one_saved_key_fills_tied_weights(tmp_path):
+def test_one_saved_key_with_two_new_names_fills_tied_weights(tmp_path):
     saved(tmp_path, {"model": {"embed": torch.rand(8, 4)}})
     target = {"model": {"embed": torch.zeros(8, 4), "head": torch.zeros(8, 4)}}
     xc.load(target, tmp_path, rename={"model.embed": ["model.embed", "model.head"]})
     assert torch.equal(target["model"]["embed"], target["model"]["head"]) and target["model"]["head"].any()
 
 
-def test_renames_that_meet_or_have_no_source_are_refused(tmp_path):
+def test_renames_of_absent_keys_and_to_the_same_name_are_refused(tmp_path):
     saved(tmp_path, {"model": tensors("a", "b")})
     target = {"model": {"c": torch.zeros(4)}}
     with pytest.raises(xc.CheckpointError, match=r"both 'model.a' and 'model.b'"):
@@ -387,7 +321,7 @@ def test_renames_that_meet_or_have_no_source_are_refused(tmp_path):
 # --- parts
 
 
-def test_parts_chosen_by_patterns_are_loaded_without_a_word_about_the_rest(tmp_path, said):
+def test_keys_that_patterns_leave_out_cause_no_warning(tmp_path, said):
     saved(tmp_path, {"model": tensors("enc.a", "enc.b", "dec.a"), "step": 3})
     target = {"model": {"enc.a": torch.zeros(4), "enc.b": torch.zeros(4), "dec.x": torch.zeros(4)}, "step": 0}
     report = xc.load(target, tmp_path, only="model.enc.*")
@@ -397,7 +331,7 @@ def test_parts_chosen_by_patterns_are_loaded_without_a_word_about_the_rest(tmp_p
         xc.load({"model": {"enc.c": torch.zeros(4)}}, tmp_path, only=["model.enc.*"], exclude="*.a")
 
 
-def test_patterns_that_match_nothing_are_refused(tmp_path):
+def test_patterns_that_match_no_key_are_refused(tmp_path):
     saved(tmp_path, {"model": tensors("a")})
     with pytest.raises(xc.CheckpointError, match=r"'modle\.\*'"):
         xc.load({"model": tensors("a")}, tmp_path, only=["model.*", "modle.*"])
@@ -406,12 +340,12 @@ def test_patterns_that_match_nothing_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "option", [{"missing": "raise"}, {"unexpected": "create"}, {"dtype": "keep"}, {"shape": "cast"}]
 )
-def test_options_that_there_are_not_are_refused(option):
+def test_unknown_values_of_options_are_refused(option):
     with pytest.raises(ValueError, match=next(iter(option))):
         xc.SPMDLoadPlanner(**option)
 
 
-def test_the_report_prints_a_table(tmp_path):
+def test_report_prints_a_table(tmp_path):
     saved(tmp_path, {"m": {**tensors("a", "b"), "n": 1}, "other": 2})
     text = str(xc.load({"m": {"a": torch.zeros(4, dtype=torch.float64)}}, tmp_path))
     for line in ("loaded", "cast", "m.a (float32 -> float64)", "created", "m.b", "not requested"):
@@ -434,7 +368,7 @@ TREES = st.dictionaries(
 
 
 def opens(value):
-    """Whether DCP looks into it: dicts, and lists with a tensor or something that opens."""
+    """Whether DCP gives the values inside keys of their own: dicts, and lists with tensors or such containers."""
     if isinstance(value, dict):
         return True
     return isinstance(value, list) and any(isinstance(entry, torch.Tensor) or opens(entry) for entry in value)
@@ -469,7 +403,7 @@ def nothing(value):
 
 
 def expected(saved_tree, target):
-    """A simple model of what becomes of every key, or None where one is a tensor and the other is none."""
+    """A simple model of the outcome of every key; None if a tensor meets an object."""
     have = dict(leaves(saved_tree))
     want = dict(leaves(target))
     starts = {path[:n] for path in have for n in range(len(path))}
@@ -506,7 +440,7 @@ def expected(saved_tree, target):
 
 
 @given(TREES, TREES)
-def test_any_target_gets_what_it_names_and_the_report_says_so(tmp_path_factory, saved_tree, target):
+def test_any_target_gets_the_values_it_requests_and_the_report_is_right(tmp_path_factory, saved_tree, target):
     path = tmp_path_factory.mktemp("trees")
     xc.save(saved_tree, path)
     outcomes = expected(saved_tree, target)

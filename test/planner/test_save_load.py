@@ -1,4 +1,4 @@
-"""Every kind of item, one process: saved, and loaded onto another mesh by every way DCP offers."""
+"""Saving and loading in one process: every kind of value, other meshes, and every way that DCP offers."""
 
 import dataclasses
 import datetime
@@ -100,7 +100,7 @@ def test_every_layout_survives_every_way_of_saving(way, sizes, tmp_path):
         assert same_bits(loaded, saved)
 
 
-def test_a_replica_is_written_once_and_every_device_gets_it(tmp_path):
+def test_replicas_are_written_once_and_loaded_to_every_device(tmp_path):
     host = random_bits((8, 6), torch.float32)
     xc.save({"t": put(host, mesh((4, 2)), ("a", None))}, tmp_path)
     assert chunks(tmp_path, "t") == [((2 * n, 0), (2, 6)) for n in range(4)]
@@ -109,7 +109,7 @@ def test_a_replica_is_written_once_and_every_device_gets_it(tmp_path):
     assert holds(target["t"], host)
 
 
-def test_a_sharding_that_only_the_compiler_chose_is_saved_and_loaded(tmp_path):
+def test_sharding_chosen_by_the_compiler_is_saved_and_loaded(tmp_path):
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8).to(torch_xla.device())
     on = mesh((4, 2))
@@ -140,8 +140,8 @@ def test_a_sharding_that_only_the_compiler_chose_is_saved_and_loaded(tmp_path):
     assert target["optim"]["param_groups"] == optim.state_dict()["param_groups"]
 
 
-def test_loading_into_a_state_dict_reaches_the_parameters_of_the_model(tmp_path):
-    """state_dict() gives detached aliases; what is put into them must be what the model computes with."""
+def test_loading_into_a_state_dict_changes_the_parameters_of_the_model(tmp_path):
+    """state_dict() returns detached aliases. The model must compute with the data that is loaded into them."""
     model = torch.nn.Linear(6, 5).to(torch_xla.device())
     xs.mark_sharding(model.weight, mesh((4, 2)), ("a", "b"))
     weight, bias = random_bits((5, 6), torch.int8).float(), random_bits((5,), torch.int8).float()
@@ -153,7 +153,7 @@ def test_loading_into_a_state_dict_reaches_the_parameters_of_the_model(tmp_path)
 
 
 def test_saving_and_loading_draw_no_random_numbers(tmp_path):
-    """Every sync moves the device's seed on: dropout after a save must be what it would have been without."""
+    """Every sync changes the device's seed. Dropout after a save must be the same as without the save."""
 
     def draws(checkpoint):
         xm.set_rng_state(7)
@@ -181,7 +181,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("spec", [("a", "b"), ("a", None), (None, None), None], ids=str)
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_loading_into_a_view_reaches_its_base(view, spec, tmp_path):
+def test_loading_into_a_view_changes_its_base(view, spec, tmp_path):
     host = random_bits((8, 6), torch.float32)
     base = put(host.clone(), mesh((4, 2)), spec)
     settle()
@@ -193,8 +193,8 @@ def test_loading_into_a_view_reaches_its_base(view, spec, tmp_path):
     assert holds(target["view"], new) and holds(base, host)
 
 
-def test_training_on_after_a_load_does_not_mix_replicas_up(tmp_path):
-    """Replicas share one host buffer during the load; updating them in place must not reach it or each other."""
+def test_training_after_a_load_keeps_replicas_equal(tmp_path):
+    """Replicas share one host buffer during the load. Updates in place must change neither it nor other replicas."""
     host = random_bits((8, 6), torch.int32)
     xc.save({"t": host}, tmp_path)
     target = {"t": put(torch.zeros(8, 6, dtype=torch.int32), mesh((2, 4)), ("a", None))}
@@ -223,7 +223,7 @@ def test_pending_targets_are_filled(tmp_path):
     assert holds(pending, torch.arange(12.0).reshape(3, 4))
 
 
-def test_wrapped_and_parameter_tensors_are_ordinary_tensors(tmp_path):
+def test_wrapped_tensors_and_parameters_are_saved_and_loaded(tmp_path):
     host = random_bits((6, 4), torch.float32)
     wrapped = xs.mark_sharding(host.to(torch_xla.device()), mesh((2, 4)), ("a", "b"))
     assert isinstance(wrapped, xs.XLAShardedTensor)
@@ -237,7 +237,7 @@ def test_wrapped_and_parameter_tensors_are_ordinary_tensors(tmp_path):
     assert holds(target["wrapped"], host) and holds(target["parameter"], host)
 
 
-def test_two_keys_holding_one_tensor_both_come_back(tmp_path):
+def test_two_keys_with_one_tensor_are_both_restored(tmp_path):
     tied = put(random_bits((6, 4), torch.float32), mesh((4, 2)), ("a", "b"))
     xc.save({"embed": tied, "head": tied}, tmp_path)
     target = {key: put(torch.zeros(6, 4), mesh((2, 4)), ("a", None)) for key in ("embed", "head")}
@@ -274,7 +274,7 @@ def objects():
     }
 
 
-def test_objects_come_back_equal(tmp_path):
+def test_loaded_objects_equal_saved_objects(tmp_path):
     state = objects()
     xc.save(state, tmp_path)
     blank = objects()
@@ -290,7 +290,7 @@ def test_objects_come_back_equal(tmp_path):
     assert blank == state
 
 
-def test_no_object_is_set_when_one_of_them_is_refused(tmp_path):
+def test_no_object_is_set_if_one_object_is_refused(tmp_path):
     xc.save({"step": 5, "own": Colour.RED, "t": torch.ones(2)}, tmp_path)
     target = {"step": 1, "own": None, "t": torch.zeros(2)}
     with pytest.raises(xc.UnsafeObjectError, match=r"'own'.*test_save_load.Colour"):
@@ -328,7 +328,7 @@ def test_a_stateful_is_saved_and_loaded(tmp_path):
     assert loader.position == 41 and holds(loader.moments, torch.full((8,), 41.0))
 
 
-# Loading: checked before anything is read, and moved once.
+# Loading: all checks come before the first read, and every tensor is moved once.
 
 
 def test_all_mismatches_are_listed_at_once_and_nothing_is_loaded(tmp_path):
@@ -352,13 +352,28 @@ def test_all_mismatches_are_listed_at_once_and_nothing_is_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("saved, target", [((4, 4), (2, 4)), ((4, 4), (8, 4)), ((4, 4), (16,)), ((), (1,))])
-def test_another_shape_is_never_loaded_silently(saved, target, tmp_path):
+def test_tensor_of_another_shape_is_refused(saved, target, tmp_path):
     xc.save({"t": torch.ones(saved)}, tmp_path)
     with pytest.raises(xc.MismatchError, match="t: target has a tensor of shape"):
         xc.load({"t": put(torch.zeros(target), mesh((8,)), None)}, tmp_path)
 
 
-def test_casts_and_left_out_keys_are_named(tmp_path, caplog):
+def test_shape_keep_keeps_sharded_tensors_and_loads_the_others(tmp_path):
+    xc.save(
+        {"m": {"body": torch.ones(8, 4), "head": torch.ones(8, 4)}, "o": {"state": {0: torch.ones(8, 4)}}}, tmp_path
+    )
+    on = mesh((4, 2))
+    target = {
+        "m": {name: put(torch.zeros(shape), on, ("a", "b")) for name, shape in (("body", (8, 4)), ("head", (3, 4)))},
+        "o": {"state": {0: put(torch.full((3, 4), 2.0), on, ("b", None))}},
+    }
+    report = xc.load(target, tmp_path, shape="keep")
+    assert report.kept == ("m.head", "o.state.0") and report.loaded == ("m.body",)
+    assert holds(target["m"]["body"], torch.ones(8, 4)) and holds(target["m"]["head"], torch.zeros(3, 4))
+    assert holds(target["o"]["state"][0], torch.full((3, 4), 2.0))
+
+
+def test_warnings_name_casts_and_keys_that_were_left_out(tmp_path, caplog):
     xc.save({"m": {"a": torch.ones(4), "b": torch.ones(2)}, "other": 3}, tmp_path)
     target = {"m": {"a": put(torch.zeros(4, dtype=torch.bfloat16), mesh((8,)), ("a",))}}
     with caplog.at_level(logging.WARNING, logger="torch_xla_ckpt"):
@@ -370,7 +385,7 @@ def test_casts_and_left_out_keys_are_named(tmp_path, caplog):
 
 
 class Broken(dcp.FileSystemReader):
-    """Fails after some items."""
+    """A storage reader that fails after some items."""
 
     def __init__(self, path, items):
         super().__init__(path)
@@ -382,7 +397,7 @@ class Broken(dcp.FileSystemReader):
         raise OSError("the cable was pulled")
 
 
-def test_a_failed_load_leaves_unfinished_tensors_as_they_were(tmp_path):
+def test_failed_load_does_not_change_incomplete_tensors(tmp_path):
     hosts = {key: random_bits((8, 6), torch.float32, n) for n, key in enumerate("pq")}
     xc.save(hosts, tmp_path)
     on = mesh((4, 2))
@@ -393,7 +408,7 @@ def test_a_failed_load_leaves_unfinished_tensors_as_they_were(tmp_path):
     assert holds(target["q"], torch.full((8, 6), 7.0))
 
 
-def test_a_hole_in_the_checkpoint_is_found_before_reading(tmp_path):
+def test_region_missing_from_the_checkpoint_is_found_before_reading(tmp_path):
     xc.save({"t": put(torch.ones(8, 6), mesh((4, 2)), ("a", "b")), "u": torch.ones(2)}, tmp_path)
 
     class Holed(dcp.FileSystemReader):
@@ -411,7 +426,7 @@ def test_a_hole_in_the_checkpoint_is_found_before_reading(tmp_path):
     assert caught.value.keys == ("t",)
 
 
-def test_chunks_that_overlap_are_refused(tmp_path):
+def test_overlapping_chunks_are_refused(tmp_path):
     xc.save({"t": put(torch.ones(8, 6), mesh((4, 2)), ("a", "b"))}, tmp_path)
 
     class Doubled(dcp.FileSystemReader):
@@ -470,8 +485,8 @@ def test_replicas_share_one_host_buffer(tmp_path, monkeypatch):
 # Saving.
 
 
-def test_a_shard_missing_from_the_save_is_an_error_and_nothing_is_written(tmp_path):
-    """What a host that saves alone in a run of several would do."""
+def test_nothing_is_written_if_a_shard_is_missing_from_the_save(tmp_path):
+    """One host of several that saves alone holds only some shards."""
     from torch_xla_ckpt.device.xla import XlaAccess
 
     class HalfTheDevices(XlaAccess):
@@ -485,13 +500,13 @@ def test_a_shard_missing_from_the_save_is_an_error_and_nothing_is_written(tmp_pa
         dcp.save(state, checkpoint_id=tmp_path / "c", planner=planner)
     (error,) = (cause for cause, _ in caught.value.failures.values())
     assert isinstance(error, xc.IncompleteCheckpointError) and error.keys == ("t",)
-    assert "[4:8, 0:6] is missing" in str(error) and "every one of them must take part" in str(error)
+    assert "[4:8, 0:6] is missing" in str(error) and "every host must take part" in str(error)
     assert not (tmp_path / "c" / ".metadata").exists()
 
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_complex128_keeps_its_imaginary_part(threads, tmp_path):
-    """torch_xla drops it on the way to the host."""
+    """torch_xla drops the imaginary part on the way to the host."""
     host = random_bits((9, 4), torch.complex128)
     on = mesh((4, 2))
     state = {f"t{n}": put(host, on, spec) for n, spec in enumerate([("a", "b"), ("b", None), (None, None), None])}
@@ -506,7 +521,7 @@ def test_complex128_keeps_its_imaginary_part(threads, tmp_path):
     assert torch.equal(target["scalar"], host[0, 0])
 
 
-def test_an_old_checkpoint_can_be_replaced(tmp_path):
+def test_save_replaces_an_older_checkpoint(tmp_path):
     for value in (1.0, 2.0):
         xc.save({"t": put(torch.full((8,), value), mesh((8,)), ("a",))}, tmp_path)
     target = {"t": torch.zeros(8)}
@@ -515,7 +530,7 @@ def test_an_old_checkpoint_can_be_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu], ids=str)
-def test_float8_kinds_that_torch_xla_lacks_survive_as_host_tensors(dtype, tmp_path):
+def test_float8_dtypes_unknown_to_torch_xla_are_saved_as_host_tensors(dtype, tmp_path):
     """test_property covers every dtype that torch_xla can put on a device."""
     host = random_bits((5, 3), dtype)
     xc.save({"t": host}, tmp_path)
@@ -525,13 +540,13 @@ def test_float8_kinds_that_torch_xla_lacks_survive_as_host_tensors(dtype, tmp_pa
 
 
 class LosesItems(dcp.FileSystemWriter):
-    """What DCP's own writer does when one of several worker threads fails: success, with items left out."""
+    """A writer that leaves items out and reports success, as DCP's writer does when a worker thread fails."""
 
     def finish(self, metadata, results):
         super().finish(metadata, [[result for result in part if result.index.fqn != "lost"] for part in results])
 
 
-def test_items_that_a_writer_lost_are_named_before_anything_is_loaded(tmp_path):
+def test_items_that_the_writer_lost_are_named_before_anything_is_loaded(tmp_path):
     state = {"kept": torch.ones(2), "lost": put(torch.ones(8, 2), mesh((8,)), ("a", None))}
     xc.save(state, storage_writer=LosesItems(tmp_path))
     with pytest.raises(xc.IncompleteCheckpointError, match=r"'lost': \[0:1, 0:2\] is listed, but stored in no file"):
@@ -541,7 +556,7 @@ def test_items_that_a_writer_lost_are_named_before_anything_is_loaded(tmp_path):
     assert target["kept"].sum() == 2
 
 
-def test_a_planner_can_be_used_again(tmp_path):
+def test_planners_can_be_used_again(tmp_path):
     save, load = xc.SPMDSavePlanner(), xc.SPMDLoadPlanner()
     for n in range(2):
         host = random_bits((4 + n, 3), torch.float32 if n else torch.bfloat16)
@@ -551,12 +566,12 @@ def test_a_planner_can_be_used_again(tmp_path):
         assert holds(target["t"], host)
 
 
-def test_a_folder_without_a_checkpoint_is_an_error_of_ours(tmp_path):
+def test_folder_without_a_checkpoint_is_a_checkpoint_error(tmp_path):
     with pytest.raises(xc.CheckpointError, match="no checkpoint"):
         xc.load({"t": torch.zeros(2)}, tmp_path / "nothing")
 
 
-def test_a_sharding_without_boxes_is_refused_by_name(tmp_path):
+def test_sharding_without_boxes_is_refused_with_the_key(tmp_path):
     tensor = torch.ones(8).to(torch_xla.device())
     xs.mark_sharding(tensor, mesh((8,)), ("a",))
     settle()
@@ -565,7 +580,7 @@ def test_a_sharding_without_boxes_is_refused_by_name(tmp_path):
         xc.save({"t": manual}, tmp_path)
 
 
-def test_a_meta_tensor_is_refused_by_name_on_both_sides(tmp_path):
+def test_meta_tensors_are_refused_with_the_key_by_save_and_load(tmp_path):
     with pytest.raises(xc.CheckpointError, match=r"'m\.t': .*meta device has no data"):
         xc.save({"m": {"t": torch.empty(2, device="meta")}}, tmp_path)
     xc.save({"m": {"t": torch.ones(2)}}, tmp_path)
@@ -573,7 +588,7 @@ def test_a_meta_tensor_is_refused_by_name_on_both_sides(tmp_path):
         xc.load({"m": {"t": torch.empty(2, device="meta")}}, tmp_path)
 
 
-def test_lazy_conjugates_are_saved_as_what_they_stand_for(tmp_path):
+def test_lazy_conjugates_are_saved_with_their_values(tmp_path):
     host = random_bits((4, 3), torch.int8).to(torch.complex64) * (1 + 2j)
     xc.save({"conj": host.conj(), "imag": host.conj().imag}, tmp_path)
     target = {"conj": torch.zeros_like(host), "imag": torch.zeros(4, 3)}
@@ -581,20 +596,20 @@ def test_lazy_conjugates_are_saved_as_what_they_stand_for(tmp_path):
     assert torch.equal(target["conj"], host.conj()) and torch.equal(target["imag"], -host.imag)
 
 
-def test_an_empty_state_is_a_checkpoint_too(tmp_path):
+def test_empty_state_dict_is_saved_and_loaded(tmp_path):
     xc.save({}, tmp_path)
     xc.load({}, tmp_path)
     with pytest.raises(xc.MismatchError):
         xc.load({"t": torch.ones(1)}, tmp_path)
 
 
-def test_a_path_that_cannot_be_a_folder_is_an_error_of_ours(tmp_path):
+def test_path_that_cannot_be_a_folder_is_a_checkpoint_error(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(xc.CheckpointError, match=r"could not be saved: (File|NotADir)"):
         xc.save({"t": torch.ones(2)}, tmp_path / "file")
 
 
-def test_a_truncated_file_is_an_error_of_ours(tmp_path):
+def test_truncated_file_is_a_checkpoint_error(tmp_path):
     xc.save({"t": put(torch.ones(64, 64), mesh((8,)), ("a", None))}, tmp_path)
     (file,) = tmp_path.glob("*.distcp")
     file.write_bytes(file.read_bytes()[:-5000])
@@ -604,8 +619,8 @@ def test_a_truncated_file_is_an_error_of_ours(tmp_path):
     assert holds(target["t"], torch.zeros(64, 64))
 
 
-def test_without_spmd_too(tmp_path):
-    """A program that never called use_spmd."""
+def test_tensors_are_saved_and_loaded_without_spmd(tmp_path):
+    """In a program that never calls use_spmd."""
     program = f"""if True:
         import torch, torch_xla, torch_xla_ckpt as xc
         tensor = torch.arange(6.0, device=torch_xla.device()).reshape(2, 3) * 2

@@ -177,7 +177,7 @@ def test_every_dtype_is_exact_in_a_copy_that_overwrites_another(part_bytes):
 @settings(max_examples=60)
 @given(st.lists(layouts(), min_size=1, max_size=3), st.integers(1, 200))
 def test_any_layout_is_exact_in_a_copy_that_overwrites_another(cases, part_bytes):
-    least, xla._LEAST_KEPT = xla._LEAST_KEPT, 0
+    least, xla.copies._LEAST_KEPT = xla.copies._LEAST_KEPT, 0
     try:
         capture = Capture("device", None, part_bytes, True, access_of)
         for round_ in range(3):
@@ -193,7 +193,7 @@ def test_any_layout_is_exact_in_a_copy_that_overwrites_another(cases, part_bytes
             agree({key: assembled(s) for key, s in captured.state.items()}, hosts)
             end(captured)
     finally:
-        xla._LEAST_KEPT = least
+        xla.copies._LEAST_KEPT = least
 
 
 def test_tensors_that_share_data_get_separate_copies_every_time():
@@ -211,7 +211,7 @@ def test_tensors_that_share_data_get_separate_copies_every_time():
 @pytest.mark.parametrize("max_pending", [1, 3])
 @pytest.mark.parametrize("mode", ["auto", "device", "host"])
 def test_each_of_fifty_saves_that_reuse_memory_holds_its_own_step(tmp_path, mode, max_pending, monkeypatch):
-    monkeypatch.setattr(xla, "_LEAST_KEPT", 0)
+    monkeypatch.setattr(xla.copies, "_LEAST_KEPT", 0)
     training, chance, handles, step = Training(), random.Random(11), {}, 0
     with xc.SPMDStager(mode, part_bytes=4096, max_pending=max_pending) as stager:
         while len(handles) < 50:

@@ -1,9 +1,8 @@
-"""How tensors are read from and written to where they live.
+"""Access to the data of tensors on every kind of device.
 
-``protocols.TensorAccess`` is the interface; ``host`` implements it for tensors in host memory (and DTensors, and any
-device that plain torch can copy from), ``xla`` for tensors on XLA devices, ``snapshot`` for copies of either. Only
-``device/xla.py`` may import torch_xla, and it is imported when the first XLA tensor is met, so everything else works
-without torch_xla.
+``protocols.TensorAccess`` is the interface. ``host`` implements it for tensors in host memory, for DTensors, and for
+any device that plain torch can copy from; ``xla`` for tensors on XLA devices; ``snapshot`` for copies of both. Only
+``device/xla/`` may import torch_xla. It is imported at the first XLA tensor, so everything else works without it.
 """
 
 from torch_xla_ckpt.device import lazy

@@ -1,4 +1,4 @@
-"""Tensors that plain torch can read: in host memory, on any device with a copy, and the local part of a DTensor."""
+"""Tensors that plain torch can read: in host memory, on other devices, and the local part of a DTensor."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.layout import Box, Shard, TensorLayout, elements_overlap
+from torch_xla_ckpt.protocols import TensorAccess
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-class HostAccess:
-    """``TensorAccess`` through ordinary torch operations."""
+class HostAccess(TensorAccess):
+    """``TensorAccess`` that uses ordinary torch operations."""
 
     def settle(self) -> None:
-        pass
+        """Do nothing: torch waits for pending computation when data is read."""
 
     def layout(self, tensor: torch.Tensor) -> TensorLayout:
         require_kind(tensor)
@@ -33,7 +34,7 @@ class HostAccess:
         return TensorLayout(
             shape=tuple(tensor.shape),
             dtype=tensor.dtype,
-            shards=(Shard(box, str(tensor.device), 0),) if box is not None else (),
+            shards=(Shard(box, str(tensor.device)),) if box is not None else (),
             shard_shape=box.sizes if box is not None else tuple(tensor.shape),
             sharding=str(tuple(tensor.placements)),
             identical=True,  # replicas of a DTensor are equal; partial placements are refused
@@ -45,7 +46,7 @@ class HostAccess:
         data = memory_of(_local(tensor).detach())
         if data.device.type != "cpu":
             data = data.cpu()
-        if data.is_conj() or data.is_neg():  # only flags beside the other data, until torch computes it
+        if data.is_conj() or data.is_neg():  # flags, which torch applies when the elements are read
             data = data.resolve_conj().resolve_neg()
         return {layout.shards[0].box: data}
 
@@ -54,7 +55,7 @@ class HostAccess:
 
     def memory(self, tensor: torch.Tensor) -> torch.Tensor | None:
         local = _local(tensor).detach()
-        if torch._is_functional_tensor(local):  # must learn of what is written
+        if torch._is_functional_tensor(local):  # the wrapper must see every write
             return None
         return local if local.device.type == "cpu" and local.is_contiguous() else None
 
@@ -68,8 +69,8 @@ class HostAccess:
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor that holds the data of a host tensor.
 
-    What ``torch.zeros_like(xla_tensor, device="cpu")`` makes is a host tensor in torch's functional wrapper, which has
-    no data pointer, and whose ``numpy()`` is garbage.
+    ``torch.zeros_like(xla_tensor, device="cpu")`` returns a host tensor in torch's functional wrapper. The wrapper has
+    no data pointer, and its ``numpy()`` is garbage.
     """
     if not torch._is_functional_tensor(tensor):
         return tensor
@@ -78,10 +79,10 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def require_kind(tensor: torch.Tensor) -> None:
-    """Show that a tensor's data is one strided block of elements, which is what a checkpoint stores.
+    """Check that a tensor's data is one strided block of elements, because a checkpoint stores nothing else.
 
     Raises:
-        CheckpointError: it is not; with the kind of tensor, and what to do.
+        CheckpointError: the tensor is of another kind. The error names the kind and the remedy.
     """
     refusal = _refusal(tensor)
     if refusal is not None:
@@ -105,9 +106,10 @@ def _refusal(tensor: torch.Tensor) -> str | None:
         return f"a tensor with the layout {layout} cannot be saved or loaded. Use {parts}tensor.to_dense()"
     if tensor.is_quantized:
         return (
-            f"a quantized tensor ({tensor.dtype}) cannot be saved or loaded, because a checkpoint has no place for its "
-            "scale and zero point. Save tensor.int_repr() and the scale and zero point (q_scale(), q_zero_point(), or "
-            "those per channel) as items of their own, or put the tensor in a tuple, which is saved as one object"
+            f"a quantized tensor ({tensor.dtype}) cannot be saved or loaded, because a checkpoint does not store "
+            "the scale and the zero point. Save tensor.int_repr() and the scale and zero point (q_scale(), "
+            "q_zero_point(), or those per channel) as items of their own, or put the tensor in a tuple, which is "
+            "saved as one object"
         )
     if tensor.device.type == "meta":
         return "a tensor on the meta device has no data. Give it a device first (module.to_empty)"
@@ -130,7 +132,7 @@ def _refusal_of_dtensor(tensor: DTensor) -> str | None:
 
 def _refusal_of_subclass(tensor: torch.Tensor) -> str | None:
     if isinstance(tensor, FakeTensor):
-        return "a FakeTensor has no data. Save outside of FakeTensorMode"
+        return "a FakeTensor has no data. Save and load outside of FakeTensorMode"
     if isinstance(tensor, AsyncCollectiveTensor) or not tensor.numel() or _has_memory(tensor):
         return None
     inner = ""
@@ -138,20 +140,20 @@ def _refusal_of_subclass(tensor: torch.Tensor) -> str | None:
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         inner = f" ({', '.join(names)})"
     return (
-        f"a {type(tensor).__name__} wraps other tensors{inner} and has no memory of its own. Save these as items of "
-        "their own, or convert it to an ordinary tensor"
+        f"a {type(tensor).__name__} wraps other tensors{inner} and has no memory of its own. Save the inner tensors as "
+        "items of their own, or convert the wrapper to an ordinary tensor"
     )
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     try:
         return _plain(tensor).data_ptr() != 0
-    except (RuntimeError, TypeError):  # there is no storage, or the class does not let torch look
+    except (RuntimeError, TypeError):  # there is no storage, or the class does not let torch read the address
         return False
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its subclass, so that nobody needs the class to read what is saved."""
+    """Return the tensor without its subclass, so that reading the checkpoint does not need the class."""
     if type(tensor) in _PLAIN:
         return tensor
     with torch._C.DisableTorchFunctionSubclass():
@@ -159,13 +161,13 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements of a tensor in host memory lie at the same place, as after ``expand``."""
+    """Whether two elements of a tensor in host memory share the same memory, as after ``expand``."""
     local = _local(tensor)
     return elements_overlap(tuple(local.shape), local.stride())
 
 
 def data_changed(tensor: torch.Tensor) -> None:
-    """Let autograd know that a tensor's data was replaced, as it knows after ``copy_``.
+    """Tell autograd that a tensor's data was replaced, as ``copy_`` does.
 
     A backward pass that needs the old data then raises an error. Tensors made in inference mode take no part in
     autograd.
@@ -176,12 +178,12 @@ def data_changed(tensor: torch.Tensor) -> None:
 
 @lru_cache(maxsize=4096)
 def _whole(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> TensorLayout:
-    """The layout of an ordinary tensor; programs have thousands of small ones of few shapes."""
+    """Return the layout of an ordinary tensor. Cached, because programs have thousands of tensors of few shapes."""
     box = Box.whole(shape)
-    return TensorLayout(shape, dtype, (Shard(box, device, 0),), box.sizes, sharding="host", identical=False)
+    return TensorLayout(shape, dtype, (Shard(box, device),), box.sizes, sharding="host", identical=False)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a tensor, as an ordinary tensor."""
+    """Return this process's part of a tensor as an ordinary tensor."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else _plain(local)

@@ -1,6 +1,6 @@
-"""The one door to everything that imports torch_xla.
+"""The only door to code that imports torch_xla.
 
-``lazy.xla`` is the module ``device/xla.py``. It is imported when the attribute is first used, so that programs without
+``lazy.xla`` is the package ``device/xla/``. It is imported when the attribute is first used, so that programs without
 XLA tensors need no torch_xla.
 """
 
@@ -18,5 +18,5 @@ def __getattr__(name: str) -> ModuleType:
     if name != "xla":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module("torch_xla_ckpt.device.xla")
-    globals()["xla"] = module  # the next use finds it without this function
+    globals()["xla"] = module  # the next use finds the module without calling this function
     return module

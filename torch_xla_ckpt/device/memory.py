@@ -1,4 +1,4 @@
-"""Free memory of this host, for virtual devices that live in it."""
+"""Free memory of this host. Virtual XLA devices keep their tensors in host memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 class _Names(NamedTuple):
-    """Names of the memory controller's files, which differ between the two versions of cgroups."""
+    """File names of the memory controller, which differ between the two versions of cgroups."""
 
     limit: str
     usage: str
@@ -24,10 +24,10 @@ _V2 = _Names("memory.max", "memory.current", "inactive_file")
 
 
 def available() -> int | None:
-    """Return the bytes of host memory that this process can still take; None where the system does not report them.
+    """Return the bytes of host memory that this process can still take; None if the system does not report them.
 
-    The kernel's estimate (MemAvailable), bounded by the limits of the cgroups that the process is in. Page cache that
-    can be reclaimed counts as free.
+    This is the kernel's estimate (MemAvailable), bounded by the limits of the process's cgroups. Page cache that can be
+    reclaimed counts as free.
     """
     found = _number(_MEMORY, "MemAvailable:")
     if found is None:
@@ -36,7 +36,7 @@ def available() -> int | None:
 
 
 def _left_in_cgroups() -> Iterator[int]:
-    """Bytes that each cgroup around this process has left below its limit, if it has one."""
+    """Yield the bytes left below the limit of each cgroup of this process that has a limit."""
     for folder, names in _cgroups():
         limit, usage = _first_number(folder / names.limit), _first_number(folder / names.usage)
         if limit is not None and usage is not None:
@@ -44,7 +44,7 @@ def _left_in_cgroups() -> Iterator[int]:
 
 
 def _cgroups() -> Iterator[tuple[Path, _Names]]:
-    """Folders of this process's memory cgroups, from its own to the root."""
+    """Yield the folders of this process's memory cgroups, from the innermost to the root."""
     for line in _text(_MEMBERSHIP).splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
@@ -53,7 +53,7 @@ def _cgroups() -> Iterator[tuple[Path, _Names]]:
             root, names = _CGROUPS, _V2
         else:
             continue
-        # In a container the path may be the host's: then only the root is there, which is the container's own.
+        # In a container the path may be the host's. Then only the root exists, and the root is the container's own.
         own = root / path.lstrip("/")
         for folder in (own, *own.parents):
             yield folder, names
@@ -62,7 +62,7 @@ def _cgroups() -> Iterator[tuple[Path, _Names]]:
 
 
 def _number(path: Path, name: str) -> int | None:
-    """Return the number after ``name`` in a file that has a name and a number a line."""
+    """Return the number after ``name`` in a file whose lines are names and numbers."""
     for line in _text(path).splitlines():
         words = line.split()
         if len(words) > 1 and words[0] == name and words[1].isdecimal():
@@ -71,7 +71,7 @@ def _number(path: Path, name: str) -> int | None:
 
 
 def _first_number(path: Path) -> int | None:
-    """Return the number that a file holds; None for "max", which is no limit, and for a file that is not there."""
+    """Return the number in a file; None if the file says "max", which means no limit, or does not exist."""
     words = _text(path).split()
     return int(words[0]) if words and words[0].isdecimal() else None
 

@@ -1,4 +1,4 @@
-"""Snapshots: copies that training can no longer change, standing in a state dict for the tensors they were made of."""
+"""Snapshots: copies that training cannot change, which replace the original tensors in a state dict."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.layout import Box, TensorLayout
-from torch_xla_ckpt.protocols import SnapshotData
+from torch_xla_ckpt.protocols import SnapshotData, TensorAccess
 
 
-class HostCopy:
-    """Shards that have been fetched already."""
+class HostCopy(SnapshotData):
+    """The ``SnapshotData`` of one tensor in host memory: shards that were fetched already."""
 
     def __init__(self, layout: TensorLayout, shards: Mapping[Box, torch.Tensor]):
         self._layout = layout
@@ -30,12 +30,12 @@ class HostCopy:
 
 
 class Snapshot(torch.Tensor):
-    """A tensor's shape and dtype, with its data in a ``SnapshotData``. No operation can be applied to it.
+    """A tensor without data of its own: its data is a ``SnapshotData``. No operation can be applied to it.
 
     Args:
-        like: the tensor it is of.
-        copy: its data.
-        check: called before the data is used; raises if that must not go on.
+        like: the original tensor, which gives shape, dtype and device.
+        copy: the data.
+        check: called before each use of the data. Raises if the save was given up.
     """
 
     @staticmethod
@@ -49,36 +49,40 @@ class Snapshot(torch.Tensor):
         self._check = check
 
     def data_or_raise(self) -> SnapshotData:
-        """The snapshot's data.
+        """Return the snapshot's data.
 
         Raises:
-            CheckpointError: it has been released, or the save it was made for was given up.
+            CheckpointError: the data was released, or the snapshot's save was given up.
         """
         self._check()
         if self._copy is None:
-            raise CheckpointError("a snapshot can be saved once, by the save that it was taken for; take another")
+            raise CheckpointError(
+                "a snapshot can be saved once, and the save of this snapshot has ended. Stage the state again"
+            )
         return self._copy
 
     def release(self) -> None:
-        """Let the data go."""
+        """Release the data."""
         self._copy = None
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Snapshot(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise CheckpointError("a snapshot cannot leave the process that took it: save in a thread, DCP's default")
+        raise CheckpointError("a snapshot cannot be sent to another process. Save in a thread, which is DCP's default")
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise CheckpointError("what SPMDStager has staged can only be saved with SPMDSavePlanner: pass it as planner=")
+        raise CheckpointError(
+            "a state that SPMDStager has staged can only be saved with SPMDSavePlanner. Pass planner=SPMDSavePlanner()"
+        )
 
 
-class SnapshotAccess:
+class SnapshotAccess(TensorAccess):
     """``TensorAccess`` for snapshots."""
 
     def settle(self) -> None:
-        """Nothing is pending on a snapshot but its copy, and a sync here would cut the graph that training builds."""
+        """Do nothing: only the copy itself is pending, and a sync would cut the graph that training builds."""
 
     def layout(self, tensor: torch.Tensor) -> TensorLayout:
         return _of(tensor).layout()
@@ -93,7 +97,7 @@ class SnapshotAccess:
         return None
 
     def put(self, tensor: torch.Tensor, layout: TensorLayout, shards: Mapping[Box, torch.Tensor]) -> None:
-        raise CheckpointError("nothing can be loaded into a snapshot")
+        raise CheckpointError("nothing can be loaded into a snapshot. Load into the original state dict")
 
 
 def _of(tensor: torch.Tensor) -> SnapshotData:

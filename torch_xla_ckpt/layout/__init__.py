@@ -1,7 +1,6 @@
-"""Where the pieces of a tensor lie.
+"""Geometry of sharded tensors, on integers: boxes, exact covers, overlaps, and which rank writes which box.
 
-Pure geometry on integers: boxes, covers, overlaps and who writes what. Nothing in this room may import
-torch_xla, open a file or know a process group; everything here is tested without devices.
+Nothing in this room may import torch_xla, open a file or know a process group. Its tests need no devices.
 """
 
 from torch_xla_ckpt.layout.box import Box, BoxArray, Integers

@@ -1,4 +1,4 @@
-"""Boxes: axis-aligned regions of a tensor's index space."""
+"""Boxes: axis-aligned regions of a tensor's indices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Box:
         sizes: number of indices in each dimension; a size of 0 makes the box empty.
 
     Raises:
-        ValueError: the two differ in length, or a number is negative.
+        ValueError: offsets and sizes differ in length, or a number is negative.
     """
 
     offsets: tuple[int, ...]
@@ -29,13 +29,17 @@ class Box:
 
     def __post_init__(self) -> None:
         if len(self.offsets) != len(self.sizes):
-            raise ValueError(f"a box needs one size for each offset, got {self.offsets} and {self.sizes}")
+            raise ValueError(
+                f"a box needs one size for each offset, but got the offsets {self.offsets} and the sizes {self.sizes}"
+            )
         if self.sizes and (min(self.offsets) < 0 or min(self.sizes) < 0):
-            raise ValueError(f"a box has no negative offsets or sizes, got {self.offsets} and {self.sizes}")
+            raise ValueError(
+                f"a box has no negative numbers, but got the offsets {self.offsets} and the sizes {self.sizes}"
+            )
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """The box that is all of a tensor of this shape."""
+        """Return the box of a whole tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -45,32 +49,29 @@ class Box:
 
     @property
     def bounds(self) -> tuple[Integers, Integers]:
-        """The first index in each dimension, and the one after the last, as arrays."""
+        """The first index in each dimension, and the index after the last one, as arrays."""
         low = np.array(self.offsets, dtype=np.int64)
         return low, low + np.array(self.sizes, dtype=np.int64)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index that cuts this box out of the global tensor."""
+        """The slices that select this box in the global tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes))
 
-    def intersect(self, other: Box) -> Box | None:
-        """The region both boxes share, or None when they share no element."""
-        starts = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets))
-        stops = (min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes))
-        sizes = tuple(stop - start for start, stop in zip(starts, stops))
-        return Box(starts, sizes) if all(n > 0 for n in sizes) else None
-
     def contains(self, other: Box) -> bool:
-        """Whether every element of ``other`` lies in this box."""
+        """Whether every element of ``other`` is in this box."""
         return all(
             a <= b and b + n <= a + m for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes)
         )
 
     def relative_to(self, outer: Box) -> Box:
-        """This box in the coordinates of ``outer``, which must contain it."""
+        """Return this box in the coordinates of ``outer``.
+
+        Raises:
+            ValueError: ``outer`` does not contain this box.
+        """
         if not outer.contains(self):
-            raise ValueError(f"box {self} does not lie in {outer}")
+            raise ValueError(f"the box {self} is not inside the box {outer}")
         return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets)), self.sizes)
 
     def __str__(self) -> str:
@@ -79,10 +80,14 @@ class Box:
 
 @dataclass(frozen=True, eq=False)
 class BoxArray:
-    """Many boxes of one tensor as two int64 arrays of shape (boxes, dimensions), for vectorised work.
+    """Many boxes of one tensor, as two int64 arrays of shape (boxes, dimensions), for vectorised work.
+
+    Args:
+        starts: first index of each box in each dimension.
+        stops: index after the last one of each box in each dimension.
 
     Raises:
-        ValueError: the arrays are not of one two-dimensional shape.
+        ValueError: the arrays differ in shape, or are not two-dimensional.
     """
 
     starts: Integers
@@ -94,7 +99,11 @@ class BoxArray:
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[Sequence[int], Sequence[int]]], ndim: int) -> BoxArray:
-        """From (offsets, sizes) pairs of ``ndim`` numbers each.
+        """Return the array of boxes given as (offsets, sizes) pairs.
+
+        Args:
+            pairs: offsets and sizes of each box, ``ndim`` numbers each.
+            ndim: number of dimensions.
 
         Raises:
             ValueError: a pair has another number of dimensions.
@@ -109,7 +118,7 @@ class BoxArray:
         return len(self.starts)
 
     def take(self, numbers: Integers | slice) -> BoxArray:
-        """The boxes at these positions."""
+        """Return the boxes at these positions."""
         return BoxArray(self.starts[numbers], self.stops[numbers])
 
     @property
@@ -121,7 +130,7 @@ class BoxArray:
         return Box(tuple(start), tuple(b - a for a, b in zip(start, stop)))
 
     def clipped(self, region: Box) -> tuple[Integers, BoxArray]:
-        """Which boxes share elements with ``region``, and the parts of them that lie in it."""
+        """Return the positions of the boxes that overlap ``region``, and their intersections with it."""
         low, high = region.bounds
         starts, stops = np.maximum(self.starts, low), np.minimum(self.stops, high)
         kept = np.flatnonzero((starts < stops).all(axis=1))

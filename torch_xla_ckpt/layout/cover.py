@@ -1,4 +1,4 @@
-"""Do these boxes cover a region exactly once? If not, which part is missing or doubled?
+"""The exact cover test: do boxes cover a region exactly once, and if not, which part is missing or doubled?
 
 The test looks only at corners. Write the region and every box as a function that is 1 inside and 0 outside. The
 boxes cover the region exactly once if and only if their functions add up to the region's. Taking the difference
@@ -26,7 +26,9 @@ from torch_xla_ckpt.layout.box import Box, BoxArray, Integers
 class Flaw:
     """A region that a set of boxes does not cover exactly once.
 
-    ``kind`` is "missing" (no box holds it), "doubled" (more than one does) or "outside" (the box leaves the tensor).
+    Args:
+        box: the region.
+        kind: "missing": no box covers it. "doubled": several boxes cover it. "outside": the box leaves the tensor.
     """
 
     box: Box
@@ -37,9 +39,9 @@ class Flaw:
 
 
 def covers_exactly(region: Box, boxes: BoxArray) -> bool:
-    """Whether every element of ``region`` lies in exactly one box, and no box leaves the region.
+    """Whether every element of ``region`` is in exactly one box, and no box leaves the region.
 
-    Empty boxes count for nothing. Time O(n log n) in the number of boxes.
+    Empty boxes are ignored. Takes O(n log n) time for n boxes.
     """
     low, high = region.bounds
     solid = (boxes.starts < boxes.stops).all(axis=1)
@@ -48,7 +50,7 @@ def covers_exactly(region: Box, boxes: BoxArray) -> bool:
         return len(starts) == 0
     if (starts < low).any() or (stops > high).any():
         return False
-    # A dimension that every box spans in full says nothing: leave it out and save half the corners.
+    # A dimension that every box spans in full decides nothing. Leaving it out halves the number of corners.
     cut = ((starts != low) | (stops != high)).any(axis=0)
     if len(starts) == 0 or not cut.any():
         return len(starts) == 1
@@ -56,7 +58,7 @@ def covers_exactly(region: Box, boxes: BoxArray) -> bool:
 
 
 def find_flaws(region: Box, boxes: BoxArray, limit: int = 3) -> tuple[Flaw, ...]:
-    """The first ``limit`` regions that are not covered exactly once; empty when the cover is exact."""
+    """Return the first ``limit`` regions that are not covered exactly once; empty if the cover is exact."""
     low, high = region.bounds
     leaves = ((boxes.starts < low) | (boxes.stops > high)).any(axis=1) & (boxes.starts < boxes.stops).all(axis=1)
     outside = (Flaw(boxes[n], "outside") for n in np.flatnonzero(leaves).tolist())
@@ -64,7 +66,7 @@ def find_flaws(region: Box, boxes: BoxArray, limit: int = 3) -> tuple[Flaw, ...]
 
 
 def _search(region: Box, boxes: BoxArray) -> Iterator[Flaw]:
-    """Halve the region at a box's edge until what is wrong with each part is plain."""
+    """Halve the region at an edge of a box, until each part is covered, missing or doubled as a whole."""
     _, inside = boxes.clipped(region)
     if covers_exactly(region, inside):
         return
@@ -82,7 +84,7 @@ def _search(region: Box, boxes: BoxArray) -> Iterator[Flaw]:
 
 
 def _middle_edge(region: Box, boxes: BoxArray) -> tuple[int, int] | None:
-    """The dimension with most distinct edges strictly inside the region, and the median of them."""
+    """Return the dimension with the most distinct edges strictly inside the region, and the median edge."""
     best: tuple[int, Integers] | None = None
     for dim, (offset, size) in enumerate(zip(region.offsets, region.sizes)):
         edges = np.unique(np.concatenate([boxes.starts[:, dim], boxes.stops[:, dim]]))
@@ -101,7 +103,7 @@ def _resized(box: Box, dim: int, offset: int, size: int) -> Box:
 def _corners_cancel(starts: Integers, stops: Integers, low: Integers, high: Integers) -> bool:
     """Whether the signed corners of the boxes equal the signed corners of the region [low, high)."""
     ndim = starts.shape[1]
-    # The region enters as one more box with the opposite sign; then all signs must add up to zero.
+    # The region is added as one more box with the opposite sign. Then all signs must add up to zero.
     starts, stops = np.vstack([starts, low]) - low, np.vstack([stops, high]) - low
     sign = np.ones(len(starts), dtype=np.int64)
     sign[-1] = -1
@@ -114,7 +116,7 @@ def _corners_cancel(starts: Integers, stops: Integers, low: Integers, high: Inte
 
 
 def _grouped(points: Integers, extents: list[int]) -> tuple[Integers, Integers]:
-    """An order that puts equal points side by side, and where each group of equal points begins."""
+    """Return an order that puts equal points side by side, and the position of each group's first point."""
     if math.prod(extents) < 2**63:
         strides = np.array([math.prod(extents[dim + 1 :]) for dim in range(len(extents))], dtype=np.int64)
         codes = points @ strides

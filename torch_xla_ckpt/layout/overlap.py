@@ -1,4 +1,4 @@
-"""Which saved chunks does a box overlap?"""
+"""Search for the saved chunks that overlap a box."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from torch_xla_ckpt.layout.box import Box, BoxArray, Integers
 
 
 class ChunkIndex:
-    """An index of a tensor's chunks that answers overlap queries.
+    """A search index of a tensor's chunks.
 
-    The chunks are sorted along the dimension that is cut most. A query bisects to the window of chunks that can
-    reach the box there and tests this window in one vectorised comparison, so that it costs about as much as it
-    finds, for rows, columns and grids alike.
+    The chunks are sorted along the dimension with the most cuts. A query bisects to the window of chunks that can
+    overlap the box in this dimension, and tests the window in one vectorised comparison. So the time of a query grows
+    with the number of chunks found, for rows, columns and grids alike.
+
+    Args:
+        chunks: the saved chunks.
     """
 
     def __init__(self, chunks: BoxArray):
@@ -24,11 +27,11 @@ class ChunkIndex:
         self._order = np.argsort(chunks.starts[:, self._dim], kind="stable")
         self._sorted = chunks.take(self._order)
         self._low = np.ascontiguousarray(self._sorted.starts[:, self._dim])
-        # The largest end so far: chunks before the first one that passes the box's start cannot reach it.
+        # The largest end up to each chunk. Chunks before the first end that passes the box's start cannot overlap it.
         self._high = np.maximum.accumulate(self._sorted.stops[:, self._dim])
 
     def overlaps(self, box: Box) -> tuple[Integers, BoxArray]:
-        """The numbers of the chunks that share elements with ``box``, ascending, and the regions shared."""
+        """Return the numbers of the chunks that overlap ``box``, ascending, and their intersections with it."""
         if self._dim is None:
             return self.chunks.clipped(box)
         start, size = box.offsets[self._dim], box.sizes[self._dim]

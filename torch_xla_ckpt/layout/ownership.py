@@ -1,9 +1,9 @@
-"""Which process writes which box.
+"""The choice of the rank that writes each box.
 
-Every process says which boxes it holds; a box that several hold needs one writer. Bytes are balanced with
-McNaughton's wrap-around rule (Management Science 6(1), 1959): compute the level to which all holders can be filled,
-lay the boxes end to end and cut the line at each holder's level. A group of n holders costs at most n - 1 cuts,
-however many boxes it has, and each piece is a contiguous range of the box's rows.
+Every rank tells which boxes it holds. A box that several ranks hold needs one writer. Bytes are balanced with
+McNaughton's wrap-around rule (Management Science 6(1), 1959): compute the level to which all holders can be filled, lay
+the boxes end to end, and cut the line at each holder's level. A group of n holders needs at most n - 1 cuts, however
+many boxes it has. Each holder writes a contiguous range of a box's rows.
 """
 
 from __future__ import annotations
@@ -16,22 +16,25 @@ from dataclasses import dataclass
 
 from torch_xla_ckpt.layout.box import Box
 
-# Claims smaller than this are not worth a second item in a file: they go whole to whoever writes least.
-_WORTH_CUTTING = 8192  # bytes
-# A cut may miss the level by this share of a holder's bytes when that keeps whole rows together.
+# Bytes. A smaller claim is not worth a second item in a file. The holder with the fewest bytes writes all of it.
+_WORTH_CUTTING = 8192
+# Share of a holder's bytes by which a cut may miss the level, to keep whole rows together.
 _SLACK = 0.01
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A box and the processes that hold its data.
+    """A box, and the ranks that hold its data.
 
     Args:
-        box: the region held.
+        box: the region of the tensor.
         itemsize: bytes of one element.
-        holders: ranks of the processes that could write it, ascending.
-        divisible: whether pieces may come from different holders. False where the holders' data could differ: then
-            the lowest rank writes all of it.
+        holders: the ranks that could write the box, ascending.
+        divisible: whether several holders may write parts of the box; default True. False if the holders' data may
+            differ: then the lowest rank writes the whole box.
+
+    Raises:
+        ValueError: no rank holds the box.
     """
 
     box: Box
@@ -41,7 +44,7 @@ class Claim:
 
     def __post_init__(self) -> None:
         if not self.holders:
-            raise ValueError(f"box {self.box} is held by no process")
+            raise ValueError(f"no rank holds the box {self.box}")
 
     @property
     def nbytes(self) -> int:
@@ -49,58 +52,66 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Part of a claim, and the rank that writes it."""
+class Assignment:
+    """The whole or a part of a claim's box, and the rank that writes it.
+
+    Args:
+        claim: position of the claim in the list of claims.
+        box: the region to write.
+        rank: the rank that writes the region.
+    """
 
     claim: int
     box: Box
     rank: int
 
 
-def assign(claims: Sequence[Claim], written: Mapping[int, int] | None = None) -> list[Piece]:
-    """Give every element of every claim to exactly one of its holders, with their bytes balanced.
+def assign(claims: Sequence[Claim], written: Mapping[int, int] | None = None) -> list[Assignment]:
+    """Assign every element of every claim to one of its holders, so that the ranks' bytes are balanced.
 
     Args:
-        claims: what is to be written.
-        written: bytes that a rank writes anyway.
+        claims: the boxes to write.
+        written: bytes that each rank writes besides the claims; default: none.
 
     Returns:
-        The pieces in the order of the claims. Equal arguments give equal pieces.
+        The assignments, in the order of the claims. Equal arguments give equal assignments.
     """
     load: dict[int, int] = defaultdict(int, written or {})
-    pieces: list[Piece] = []
+    assignments: list[Assignment] = []
     shared: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for number, claim in enumerate(claims):
         if len(claim.holders) > 1 and claim.divisible:
             shared[claim.holders].append(number)
         else:
-            pieces.append(Piece(number, claim.box, claim.holders[0]))
+            assignments.append(Assignment(number, claim.box, claim.holders[0]))
             load[claim.holders[0]] += claim.nbytes
-    # Boxes that few processes hold leave least choice and go first.
+    # Boxes that few ranks hold leave the least choice, so they go first.
     for holders in sorted(shared, key=lambda holders: (len(holders), holders)):
-        pieces.extend(_share(shared[holders], claims, holders, load))
-    return sorted(pieces, key=lambda piece: piece.claim)
+        assignments.extend(_share(shared[holders], claims, holders, load))
+    return sorted(assignments, key=lambda assignment: assignment.claim)
 
 
 def _share(
     numbers: Sequence[int], claims: Sequence[Claim], holders: tuple[int, ...], load: dict[int, int]
-) -> Iterator[Piece]:
+) -> Iterator[Assignment]:
+    """Assign claims that all have the same holders, and add the bytes to ``load``."""
     large = [number for number in numbers if claims[number].nbytes >= _WORTH_CUTTING]
-    for piece in _wrap_around(large, claims, holders, load):
-        load[piece.rank] += piece.box.volume * claims[piece.claim].itemsize
-        yield piece
+    for assignment in _wrap_around(large, claims, holders, load):
+        load[assignment.rank] += assignment.box.volume * claims[assignment.claim].itemsize
+        yield assignment
     for number in sorted(set(numbers) - set(large), key=lambda number: (-claims[number].nbytes, number)):
         rank = min(holders, key=lambda rank: (load[rank], rank))
         load[rank] += claims[number].nbytes
-        yield Piece(number, claims[number].box, rank)
+        yield Assignment(number, claims[number].box, rank)
 
 
 def _wrap_around(
     numbers: Sequence[int], claims: Sequence[Claim], holders: tuple[int, ...], load: Mapping[int, int]
-) -> Iterator[Piece]:
+) -> Iterator[Assignment]:
+    """Lay the claims end to end, and cut the line at each holder's level."""
     total = sum(claims[number].nbytes for number in numbers)
     level = _level([load[rank] for rank in holders], total)
-    # Where each holder's part of the line ends, in bytes from the line's beginning; the last takes what is left.
+    # Where each holder's part of the line ends, in bytes from the start of the line. The last holder takes the rest.
     ends = list(itertools.accumulate(max(0.0, level - load[rank]) for rank in holders[:-1]))
     ends.append(math.inf)
     turn, start = 0, 0
@@ -112,21 +123,24 @@ def _wrap_around(
             room = (ends[turn] - start) / claim.itemsize
             cut = claim.box.volume if room >= claim.box.volume else max(done, round(room / row) * row)
             for box in boxes_of_range(claim.box, done, cut):
-                yield Piece(number, box, holders[turn])
+                yield Assignment(number, box, holders[turn])
             done = cut
             turn += done < claim.box.volume
         start += claim.nbytes
 
 
 def _row(claim: Claim, slack: float) -> int:
-    """Elements of the largest row of the box that is at most ``slack`` bytes."""
+    """Return the number of elements in the largest row of the box that has at most ``slack`` bytes."""
     sizes = claim.box.sizes
     rows = (math.prod(sizes[depth:]) for depth in range(1, len(sizes) + 1))
     return next((row for row in rows if 0 < row * claim.itemsize <= slack), 1)
 
 
 def _level(loads: Sequence[int], total: int) -> float:
-    """The level that vessels filled to ``loads`` reach when ``total`` more is poured into them."""
+    """Return the bytes that each holder has in the end, if ``total`` bytes are spread to level out ``loads``.
+
+    Holders that already have more than this keep what they have.
+    """
     ordered = sorted(loads)
     for count in range(1, len(ordered) + 1):
         level = (total + sum(ordered[:count])) / count
@@ -136,7 +150,7 @@ def _level(loads: Sequence[int], total: int) -> float:
 
 
 def boxes_of_range(box: Box, start: int, stop: int) -> Iterator[Box]:
-    """The elements ``start`` to ``stop`` of a box in row-major order, as at most 2 * d - 1 boxes."""
+    """Yield the elements ``start`` to ``stop`` of a box in row-major order, as at most 2 * d - 1 boxes."""
     if start >= stop:
         return
     if not box.sizes:

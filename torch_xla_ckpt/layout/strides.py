@@ -1,4 +1,4 @@
-"""Do two elements of a strided tensor lie at the same place in memory?"""
+"""The test whether two elements of a strided tensor share memory."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import numpy as np
 
 
 def elements_overlap(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two different indices of a strided tensor name one element of its storage.
+    """Whether two different indices of a strided tensor refer to the same element of its storage.
 
     Args:
         sizes: number of indices in each dimension.
-        strides: for each dimension, the distance of neighbours in elements.
+        strides: distance of neighbours in each dimension, in elements.
     """
     if 0 in sizes:
         return False
     dims = sorted((stride, size) for size, stride in zip(sizes, strides) if size > 1)
-    reach = 0  # distance from the first element to the last one of the dimensions seen so far
+    reach = 0  # distance from the first to the last element, in the dimensions seen so far
     for stride, size in dims:
         if stride == 0:
             return True
@@ -28,8 +28,8 @@ def elements_overlap(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def _collide(dims: Sequence[tuple[int, int]]) -> bool:
-    """Compare all elements. Only tensors whose dimensions interleave need this, and they are rare."""
-    places = np.zeros(1, dtype=np.int64)
+    """Compare the addresses of all elements. Only the rare tensors whose dimensions interleave need this."""
+    addresses = np.zeros(1, dtype=np.int64)
     for stride, size in dims:
-        places = (places[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
-    return len(np.unique(places)) < len(places)
+        addresses = (addresses[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
+    return len(np.unique(addresses)) < len(addresses)

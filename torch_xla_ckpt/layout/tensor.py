@@ -1,4 +1,4 @@
-"""What one process holds of a tensor."""
+"""Layouts: the shards of a tensor that one process holds."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _T = TypeVar("_T")
 
 
 class _Lazy(Generic[_T]):
-    """``functools.cached_property`` without its lock, which before Python 3.12 all instances share.
+    """``functools.cached_property`` without a lock.
 
-    A child that is forked while another thread computes the property would wait for that lock for ever.
+    Before Python 3.12, all instances share the lock of ``cached_property``. If another thread holds it during a fork,
+    the child waits for the lock forever.
     """
 
     def __init__(self, compute: Callable[[Any], _T]):
@@ -38,39 +39,38 @@ class _Lazy(Generic[_T]):
 
 @dataclass(frozen=True)
 class Shard:
-    """What one device holds.
+    """The shard of a tensor on one device.
 
     Args:
-        box: where it lies in the tensor.
-        device: its name.
-        replica: which of those that hold the same box this is.
-        part: shards of a part are fetched together. Only large snapshots have several parts.
+        box: the region of the tensor, without padding.
+        device: name of the device.
+        part: number of the part that the shard is fetched with; default 0. Only large snapshots have several parts.
     """
 
     box: Box
     device: str
-    replica: int
     part: int = 0
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """The pieces of a global tensor that this process can read and write.
+    """The shards of a global tensor that this process can read and write.
 
-    Other processes' shards are not listed: who else holds a box is learnt when the plans are gathered, which also
-    works for tensors that are not sharded by torch_xla.
+    Shards of other processes are not listed. DCP's coordinator learns them from the gathered plans, which also works
+    for tensors that torch_xla did not shard.
 
     Args:
-        shape: of the global tensor.
-        dtype: of the elements.
-        shards: one for each device of this process, in the runtime's order; one for each part if there are several.
-        shard_shape: shape of each shard as the device holds it, with padding.
-        sharding: the sharding in words, for people.
-        identical: whether processes that hold the same box are known to hold the same data (replicas of one
-            program), so that each may write a part of it.
+        shape: shape of the global tensor.
+        dtype: dtype of the elements.
+        shards: one shard for each device of this process, in the runtime's order. If the tensor has several parts, one
+            for each device and part.
+        shard_shape: shape of each shard on its device, with padding.
+        sharding: description of the sharding, for people.
+        identical: whether all processes that hold a box are known to hold the same data, as replicas do. Then each may
+            write a part of the box.
 
     Raises:
-        ValueError: a shard leaves the tensor or does not fit the shard shape.
+        ValueError: a shard leaves the tensor, or does not fit the shard shape.
     """
 
     shape: tuple[int, ...]
@@ -92,20 +92,20 @@ class TensorLayout:
 
     @_Lazy
     def boxes(self) -> tuple[Box, ...]:
-        """The distinct boxes held here that have elements."""
+        """The distinct boxes of this process's shards, without empty ones."""
         return tuple(dict.fromkeys(shard.box for shard in self.shards if shard.box.volume))
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the distinct boxes, without padding."""
+        """Bytes of the distinct boxes, without padding."""
         return sum(box.volume for box in self.boxes) * self.dtype.itemsize
 
     @_Lazy
     def parts(self) -> dict[Box, int]:
-        """The part that each distinct box belongs to."""
+        """The number of the part that each distinct box belongs to."""
         return {shard.box: shard.part for shard in reversed(self.shards) if shard.box.volume}
 
     def part_of(self, box: Box) -> int:
-        """The part that holds ``box``, which is one of the distinct boxes or lies in one."""
+        """Return the number of the part that holds ``box``, which must be inside one of the distinct boxes."""
         part = self.parts.get(box)
         return next(n for outer, n in self.parts.items() if outer.contains(box)) if part is None else part

@@ -1,13 +1,18 @@
-"""The planners that DCP calls: what to write and what to read, key by key and box by box.
+"""The planners that DCP calls: they decide what each rank writes and reads, key by key and box by box.
 
-They know state dicts, layouts and DCP's plans. They know neither files nor torch_xla: data comes and goes through
-``device.TensorAccess``, and bytes through whichever DCP storage the caller chose.
+Planners know state dicts, layouts and DCP's plans. They know neither files nor torch_xla: data moves through
+``protocols.TensorAccess``, and bytes through the DCP storage that the caller chose.
 """
 
-from torch_xla_ckpt.planner.load import Place, SPMDLoadPlanner, copy_into
-from torch_xla_ckpt.planner.match import match, mismatch_error, paths_of, unexpected_mismatches
+from torch_xla_ckpt.planner.load import SPMDLoadPlanner
+from torch_xla_ckpt.planner.match import match
+from torch_xla_ckpt.planner.mismatches import mismatch_error, unexpected_mismatches
+from torch_xla_ckpt.planner.ongoing import Place
+from torch_xla_ckpt.planner.optimizers import mark_primed
 from torch_xla_ckpt.planner.policy import Dtype, Missing, Policy, Rename, Shape, Unexpected
 from torch_xla_ckpt.planner.save import SPMDSavePlanner
+from torch_xla_ckpt.planner.saved import paths_of
+from torch_xla_ckpt.planner.targets import copy_into
 
 __all__ = [
     "Dtype",
@@ -20,6 +25,7 @@ __all__ = [
     "Shape",
     "Unexpected",
     "copy_into",
+    "mark_primed",
     "match",
     "mismatch_error",
     "paths_of",

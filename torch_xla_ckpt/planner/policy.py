@@ -1,4 +1,4 @@
-"""What a load does with keys that do not simply fit."""
+"""Policies of a load: what to do with keys that differ between target and checkpoint."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ Shape = Literal["error", "keep"]
 NewNames = str | Sequence[str] | None
 Rename = Mapping[str, str | Sequence[str]] | Callable[[str], NewNames]
 
-# Elements that wrappers put into the names of a module's parameters: FSDPv2, torch.compile, and DataParallel and its
-# kin.
+# Elements that wrappers add to parameter names: FSDPv2, torch.compile, and DataParallel or DistributedDataParallel.
 _WRAPPERS = frozenset({"_orig_module", "_orig_mod", "module"})
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What a load does with keys that do not simply fit. See ``SPMDLoadPlanner``.
+    """What to do with keys that differ between target and checkpoint. ``SPMDLoadPlanner`` explains the options.
 
     Raises:
-        ValueError: an option has a value that there is not.
+        ValueError: an option has an unknown value.
     """
 
     missing: Missing = "error"
@@ -45,72 +44,80 @@ class Policy:
                 raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(repr, allowed))}")
 
     def asks_for(self, key: str) -> bool:
-        """Whether ``only`` and ``exclude`` let the key through."""
+        """Whether ``only`` and ``exclude`` select the key."""
         if not self.only and not self.exclude:
             return True
         chosen = not self.only or any(fnmatchcase(key, pattern) for pattern in self.only)
         return chosen and not any(fnmatchcase(key, pattern) for pattern in self.exclude)
 
     def require_use_of_patterns(self, keys: Collection[str]) -> None:
-        """Refuse patterns that match no key at all: they are misspelt.
+        """Check that every pattern matches a key: a pattern that matches none is misspelt.
+
+        Args:
+            keys: all keys of the target and of the checkpoint.
 
         Raises:
-            CheckpointError: naming them.
+            CheckpointError: naming the patterns that match no key.
         """
-        idle = [p for p in (*self.only, *self.exclude) if not any(fnmatchcase(key, p) for key in keys)]
-        if idle:
+        unused = [p for p in (*self.only, *self.exclude) if not any(fnmatchcase(key, p) for key in keys)]
+        if unused:
             raise CheckpointError(
-                f"no key of the checkpoint and the target matches {', '.join(map(repr, idle))}. Nothing was loaded. "
-                "Patterns of only= and exclude= are globs for whole keys, such as 'model.*'"
+                f"no key of the checkpoint or the target matches {', '.join(map(repr, unused))}. Nothing was loaded. "
+                "Check the spelling. Patterns of only= and exclude= are globs of whole keys, such as 'model.*'"
             )
 
     def renamed(self, saved: Iterable[str]) -> tuple[dict[str, str], set[str]]:
-        """For each target key that ``rename`` speaks of, its saved key; and the saved keys that lost their own name.
+        """Apply ``rename`` to the saved keys.
+
+        Args:
+            saved: keys of the checkpoint.
+
+        Returns:
+            The saved key for each new name, and the saved keys that no longer fill a target key of their old name.
 
         Raises:
-            CheckpointError: a saved key is not there, or two have the same new name.
+            CheckpointError: ``rename`` names a key that the checkpoint lacks, or gives two keys the same new name.
         """
         if self.rename is None:
             return {}, set()
         saved = list(saved)
         if isinstance(self.rename, Mapping):
-            gone = sorted(set(self.rename) - set(saved))
-            if gone:
+            absent = sorted(set(self.rename) - set(saved))
+            if absent:
                 raise CheckpointError(
-                    f"rename= names keys that the checkpoint lacks: {', '.join(gone)}. Nothing was loaded. It maps "
-                    "keys of the checkpoint to keys of the target"
+                    f"rename= names keys that the checkpoint lacks: {', '.join(absent)}. Nothing was loaded. "
+                    "Map keys of the checkpoint to keys of the target"
                 )
-            news = [(key, self.rename[key]) for key in saved if key in self.rename]
+            new_names = [(key, self.rename[key]) for key in saved if key in self.rename]
         else:
-            news = [(key, new) for key in saved if (new := self.rename(key)) is not None]
+            new_names = [(key, new) for key in saved if (new := self.rename(key)) is not None]
         sources: dict[str, str] = {}
         moved: set[str] = set()
-        for key, new in news:
+        for key, new in new_names:
             names = (new,) if isinstance(new, str) else tuple(new)
             if key not in names:
                 moved.add(key)
             for name in names:
                 if name in sources:
                     raise CheckpointError(
-                        f"rename= gives {name!r} to both {sources[name]!r} and {key!r}. Nothing was loaded. Give each "
-                        "key of the target one of the checkpoint's"
+                        f"rename= gives {name!r} to both {sources[name]!r} and {key!r}. Nothing was loaded. Give every "
+                        "key of the checkpoint a name of its own"
                     )
                 sources[name] = key
         return sources, moved
 
 
-def unwrapped(target: Iterable[str], saved: Iterable[str]) -> dict[str, str]:
-    """Pairs of a target key and a saved key that differ only in what wrappers put into names.
+def pair_wrapped_keys(target: Iterable[str], saved: Iterable[str]) -> dict[str, str]:
+    """Match keys that differ only in the prefixes of wrappers, such as ``module`` or ``_orig_mod``.
 
-    Only where there is one of each.
+    Args:
+        target: keys of the target.
+        saved: keys of the checkpoint.
+
+    Returns:
+        For each matched target key, the saved key. A name that several keys of one side share is left out.
     """
-    sides: list[dict[str, list[str]]] = []
-    for keys in (target, saved):
-        plain: dict[str, list[str]] = {}
-        for key in keys:
-            plain.setdefault(_plain(key), []).append(key)
-        sides.append(plain)
-    targets, sources = sides
+    targets, sources = _by_plain_name(target), _by_plain_name(saved)
     return {
         keys[0]: sources[name][0]
         for name, keys in targets.items()
@@ -118,5 +125,9 @@ def unwrapped(target: Iterable[str], saved: Iterable[str]) -> dict[str, str]:
     }
 
 
-def _plain(key: str) -> str:
-    return ".".join(part for part in key.split(".") if part not in _WRAPPERS)
+def _by_plain_name(keys: Iterable[str]) -> dict[str, list[str]]:
+    named: dict[str, list[str]] = {}
+    for key in keys:
+        plain = ".".join(part for part in key.split(".") if part not in _WRAPPERS)
+        named.setdefault(plain, []).append(key)
+    return named

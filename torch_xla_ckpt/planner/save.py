@@ -1,4 +1,4 @@
-"""SPMDSavePlanner: what each process writes."""
+"""SPMDSavePlanner: DCP's interface for saving sharded tensors."""
 
 from __future__ import annotations
 
@@ -6,27 +6,23 @@ import io
 import itertools
 import logging
 import threading
-from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import xxhash
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    StorageMeta,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 from torch_xla_ckpt import _dcp
+from torch_xla_ckpt.coordination import Processes
 from torch_xla_ckpt.device import access_of
-from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
-from torch_xla_ckpt.layout import Box, Claim, assign, covers_exactly, find_flaws
-from torch_xla_ckpt.protocols import TensorAccess
+from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.layout import Box
+from torch_xla_ckpt.planner.offers import assign_offers, gather_offers, offer_tensor, prove_complete
+from torch_xla_ckpt.protocols import SaveSource, TensorAccess
 from torch_xla_ckpt.runtime import without_collector
 from torch_xla_ckpt.serialization import MAX_DEPTH, Encoded, Item, decode, encode
 from torch_xla_ckpt.state import (
@@ -44,45 +40,63 @@ from torch_xla_ckpt.state import (
 logger = logging.getLogger(__name__)
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-# Keys that one warning names.
-_NAMED = 20
+_NAMED = 20  # keys that one warning names
 
 
 @dataclass(frozen=True)
 class LocalFacts:
-    """What a process tells the coordinator beside its items.
+    """What a rank sends to the coordinator with its items.
 
     Args:
-        paths: DCP's mapping from each key to its path in the state dict.
-        digests: for tensors and objects that are not known to be equal on all processes, a digest of their data.
-        integers: positions in a key's path of what are integer keys of mappings. They go apart, because an
-            ``IntegerKey`` arrives as a string.
+        paths: path in the state dict of each key, as DCP records it.
+        digests: a digest of each value that may differ between ranks, by key.
+        integers: for each key, the positions in its path that are integer keys of mappings. They are sent separately,
+            because an ``IntegerKey`` arrives as a plain string.
     """
 
     paths: Mapping[str, Path]
     digests: Mapping[str, bytes] = field(default_factory=dict)
     integers: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, paths: Mapping[str, Path], digests: Mapping[str, bytes]) -> LocalFacts:
+        """Note which elements of the paths are integers."""
+        if _dcp.IntegerKey not in set(map(type, itertools.chain.from_iterable(paths.values()))):
+            return cls(
+                paths, digests
+            )  # a quick look is enough for most programs, which may have many thousands of keys
+        found = {key: [n for n, e in enumerate(path) if type(e) is _dcp.IntegerKey] for key, path in paths.items()}
+        return cls(paths, digests, {key: positions for key, positions in found.items() if positions})
 
-class SPMDSavePlanner(SavePlanner):
-    """Saves state dicts that hold XLA tensors sharded by SPMD, beside anything else DCP saves.
+    def paths_with_integers(self) -> Iterator[tuple[str, Path]]:
+        """Yield each key and its path, with the integers marked as ``IntegerKey`` again."""
+        if not self.integers:
+            yield from self.paths.items()
+            return
+        for key, path in self.paths.items():
+            if positions := self.integers.get(key):
+                path = tuple(_dcp.IntegerKey(e) if n in positions else e for n, e in enumerate(path))
+            yield key, path
 
-    Pass it to ``dcp.save``. Each process offers every distinct box it holds; the coordinator gives each box, or
-    parts of it, to one of its holders so that bytes are balanced, and proves that the boxes of every tensor cover
-    it exactly once. What is written is a standard DCP checkpoint.
 
-    A tensor that SPMD replicates may be written in parts by several processes. An ordinary host tensor too, if its
-    data is the same on all of them; if it differs, the lowest rank's is saved and a warning names the key. Items
-    that are not tensors are saved from the lowest rank that has them, with the same warning if they differ.
-    ``PerRank`` saves each rank's own.
+class SPMDSavePlanner(SavePlanner, SaveSource):
+    """Saves state dicts that hold XLA tensors sharded by SPMD, and everything else that DCP saves.
+
+    Pass it to ``dcp.save``. Each rank offers every distinct box that it holds. The coordinator balances bytes: it gives
+    each box, or parts of it, to one of the box's holders. It proves that the boxes of every tensor cover the tensor
+    exactly once. The result is a standard DCP checkpoint.
+
+    Several ranks may each write a part of a tensor that SPMD replicates. The same holds for a host tensor, if its data
+    is equal on all ranks. If its data differs, the lowest rank's is saved, and a warning names the key. Objects are
+    saved from the lowest rank that has them, with the same warning if they differ. ``PerRank`` saves the value of
+    every rank.
 
     Args:
-        access: how tensors are read from where they live. The default suits every tensor; simulated hosts pass
-            their own.
+        access: returns the access that reads a tensor. The default suits every tensor; simulated hosts pass their own.
 
     Raises (inside DCP's ``CheckpointException``, as every error of a planner; ``torch_xla_ckpt.save`` unwraps it):
-        IncompleteCheckpointError: the processes together do not hold a tensor exactly once.
-        CheckpointError: two values have one key, or processes disagree about a key's shape or dtype.
+        IncompleteCheckpointError: the ranks together do not hold every element of a tensor exactly once.
+        CheckpointError: two values have one key, or ranks disagree about a key's shape or dtype.
     """
 
     def __init__(self, *, access: Callable[[torch.Tensor], TensorAccess] = access_of):
@@ -90,10 +104,10 @@ class SPMDSavePlanner(SavePlanner):
         self._leaves: dict[str, Leaf] = {}
         self._tensors: dict[str, TensorHandle] = {}
         self._source = ShardSource({})
+        self._encoded: dict[str, Item] = {}  # objects that were encoded to be compared between ranks
         self._needs: dict[str, frozenset[str]] = {}
         self._unresolved = 0
-        self._noting = threading.Lock()
-        self._encoded: dict[str, Item] = {}  # objects that had to be encoded to be compared
+        self._lock = threading.Lock()
 
     @without_collector
     def set_up_planner(
@@ -116,31 +130,32 @@ class SPMDSavePlanner(SavePlanner):
     def create_local_plan(self) -> SavePlan:
         items: list[WriteItem] = []
         for key in self._leaves:
-            items += _offers(key, self._tensors[key]) if key in self._tensors else [_dcp.object_item(key)]
+            items += offer_tensor(key, self._tensors[key]) if key in self._tensors else [_dcp.object_item(key)]
         paths = {key: leaf.path for key, leaf in self._leaves.items()}
-        return SavePlan(items, planner_data=LocalFacts(paths, self._digests(), _integers(paths)))
+        return SavePlan(items, planner_data=LocalFacts.of(paths, self._digests()))
 
     @without_collector
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         facts: list[LocalFacts] = [plan.planner_data for plan in all_plans]
         divergent = _divergent(facts)
-        offers = _gathered(all_plans)
+        offers = gather_offers(all_plans)
         items: list[list[WriteItem]] = [[] for _ in all_plans]
-        for rank, item in _assigned(offers, divergent):
+        for rank, item in assign_offers(offers, divergent):
             items[rank].append(item)
         metadata = {key: offer.metadata() for key, offer in offers.items()}
         for item in itertools.chain.from_iterable(items):
             saved = metadata[item.index.fqn]
             if item.tensor_data is not None and isinstance(saved, TensorStorageMetadata):
                 saved.chunks.append(item.tensor_data.chunk)
-        _prove_complete(metadata)
+        prove_complete(metadata)
         if divergent:
             logger.warning(
-                "these tensors and objects differ between processes, and the lowest rank's is saved: %s. To keep each "
-                "process's own, wrap the value in torch_xla_ckpt.PerRank, or put the rank in the key",
+                "these tensors and objects differ between ranks, and the value of the lowest rank is saved: %s. To "
+                "save the value of every rank, wrap it in torch_xla_ckpt.PerRank, or put the rank in the key",
                 ", ".join(sorted(divergent)),
             )
-        paths = {key: path for fact in reversed(facts) for key, path in _paths(fact)}
+        # Reversed, so that the lowest rank's path of a key is the one that stays.
+        paths = {key: path for fact in reversed(facts) for key, path in fact.paths_with_integers()}
         plans = [replace(plan, items=own, planner_data=None) for plan, own in zip(all_plans, items)]
         return plans, Metadata(state_dict_metadata=metadata, planner_data=paths)
 
@@ -155,16 +170,26 @@ class SPMDSavePlanner(SavePlanner):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         key = write_item.index.fqn
         if write_item.tensor_data is not None:
-            part = self._source.take(key, _box(write_item))
-            self._note(key, frozenset() if type(part) in _PLAIN else _tensor_needs(part))
-            return part
+            shard = self._source.take(key, _box(write_item))
+            self._note_needs(key, frozenset() if type(shard) in _PLAIN else _types_to_allow(shard))
+            return shard
         item = self._encoded.pop(key, None) or self._encode(key)
-        self._note(key, item.needs)
+        self._note_needs(key, item.needs)
         return item
 
-    def _note(self, key: str, needs: frozenset[str]) -> None:
-        """Keep what a load of ``key`` will need; after the last item, warn once."""
-        with self._noting:
+    def part(self, item: WriteItem) -> int:
+        return self._source.part(item.index.fqn, _box(item))
+
+    def host_bytes(self, key: str, part: int) -> int:
+        held = self._tensors[key]
+        return held.access.host_bytes(held.tensor, held.layout, part)
+
+    def sharding(self, key: str) -> str:
+        return self._tensors[key].layout.sharding
+
+    def _note_needs(self, key: str, needs: frozenset[str]) -> None:
+        """Note the types that a load of ``key`` must be told to allow. After the last item, warn once."""
+        with self._lock:
             if needs:
                 self._needs[key] = needs
             self._unresolved -= 1
@@ -173,32 +198,19 @@ class SPMDSavePlanner(SavePlanner):
 
     def _encode(self, key: str) -> Item:
         value = self._leaves[key].value
-        return value.open() if isinstance(value, Encoded) else encode(key, value, self._to_host)
+        return value.open() if isinstance(value, Encoded) else encode(key, value, self._gather)
 
-    def part(self, item: WriteItem) -> int:
-        """Which part of its tensor asking for the item's data brings to the host."""
-        return self._source.part(item.index.fqn, _box(item))
-
-    def host_bytes(self, key: str, part: int) -> int:
-        """What asking for part of a tensor adds to host memory, in bytes: all that this process holds of it."""
-        held = self._tensors[key]
-        return held.access.host_bytes(held.tensor, held.layout, part)
-
-    def sharding(self, key: str) -> str:
-        """The tensor's sharding on this process's devices, for people."""
-        return self._tensors[key].layout.sharding
-
-    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return lay_out({"": tensor}, self._access_of)[""].gather()
 
     def _digests(self) -> dict[str, bytes]:
-        """Of all that other processes may hold with other data; none when there are no others."""
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        """Return digests of all values that other ranks may hold with other data; none if there is one rank."""
+        if Processes(None).size == 1:
             return {}
-        own = {key: held for key, held in self._tensors.items() if not held.layout.identical}
+        tensors = {key: held for key, held in self._tensors.items() if not held.layout.identical}
         objects = {key: leaf.value for key, leaf in self._leaves.items() if key not in self._tensors}
         return {
-            **{key: _digest(held.gather()) for key, held in own.items()},
+            **{key: _digest(held.gather()) for key, held in tensors.items()},
             **{key: self._digest_of_object(key, value) for key, value in objects.items()},
         }
 
@@ -217,136 +229,9 @@ class SPMDSavePlanner(SavePlanner):
         return digest(value, pickled)
 
 
-def _tensor_needs(tensor: torch.Tensor) -> frozenset[str]:
-    """The name of a tensor's class, if loading it needs the caller's word."""
-    cls = type(tensor)
-    known = cls in torch.serialization.get_safe_globals()
-    return frozenset() if known else frozenset({f"{cls.__module__}.{cls.__qualname__}"})
-
-
-def _warn_of_needs(needs: Mapping[str, frozenset[str]]) -> None:
-    named = [f"{key!r} ({', '.join(sorted(names))})" for key, names in sorted(needs.items())]
-    rest = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
-    logger.warning(
-        "a load will refuse these items unless it is told to admit their types: %s%s. Load them with "
-        "allow_types=[...] (tensors of a subclass: torch.serialization.add_safe_globals), or save plain data instead; "
-        "a nested Stateful is saved as an object unless the state dict holds its state_dict()",
-        ", ".join(named[:_NAMED]),
-        rest,
-    )
-
-
-@dataclass
-class _Offer:
-    """What all processes together offer to write under one key.
-
-    ``example`` is the first item seen; ``holders`` gives for each chunk one item that writes it and the ranks that
-    could, ascending. Chunks are told apart by offsets and sizes.
-    """
-
-    example: WriteItem
-    rank: int
-    holders: dict[tuple[torch.Size, torch.Size], tuple[WriteItem, list[int]]] = field(default_factory=dict)
-
-    def metadata(self) -> TensorStorageMetadata | BytesStorageMetadata:
-        """What the checkpoint says of the key, without any chunks yet."""
-        tensor = self.example.tensor_data
-        return BytesStorageMetadata() if tensor is None else TensorStorageMetadata(tensor.properties, tensor.size, [])
-
-
 def _box(item: WriteItem) -> Box:
     assert item.tensor_data is not None
     return _dcp.box_of(item.tensor_data.chunk)
-
-
-def _offers(key: str, held: TensorHandle) -> list[WriteItem]:
-    """One item for each distinct box; a tensor without elements is recorded as one empty chunk."""
-    layout = held.layout
-    whole = Box.whole(layout.shape)
-    boxes = layout.boxes if whole.volume else (whole,)
-    properties = _dcp.properties(layout.dtype, held.tensor.requires_grad)
-    return [_dcp.tensor_item(key, _dcp.chunk_of(box), properties, _dcp.size_of(layout.shape)) for box in boxes]
-
-
-def _gathered(plans: Sequence[SavePlan]) -> dict[str, _Offer]:
-    """The offers of all processes by key.
-
-    Raises:
-        CheckpointError: two processes disagree about what lies under a key.
-    """
-    offers: dict[str, _Offer] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            offer = offers.get(item.index.fqn)
-            if offer is None:
-                offer = offers[item.index.fqn] = _Offer(item, rank)
-            elif not _agree(item.tensor_data, offer.example.tensor_data):
-                raise CheckpointError(
-                    f"processes disagree about {item.index.fqn!r}: rank {offer.rank} has {_kind(offer.example)}, "
-                    f"rank {rank} has {_kind(item)}. To keep each process's own, put the rank in the key"
-                )
-            if item.tensor_data is not None:
-                chunk = item.tensor_data.chunk
-                offer.holders.setdefault((chunk.offsets, chunk.sizes), (item, []))[1].append(rank)
-    return offers
-
-
-def _assigned(offers: Mapping[str, _Offer], divergent: Container[str]) -> Iterator[tuple[int, WriteItem]]:
-    """Every item with the rank that writes it: chunks that several could write are given out balanced."""
-    written: Counter[int] = Counter()
-    contested: list[tuple[WriteItem, Claim]] = []
-    for key, offer in offers.items():
-        if offer.example.tensor_data is None:
-            yield offer.rank, offer.example
-            continue
-        itemsize = offer.example.tensor_data.properties.dtype.itemsize
-        for (offsets, sizes), (item, ranks) in offer.holders.items():
-            if len(ranks) == 1:
-                written[ranks[0]] += sizes.numel() * itemsize
-                yield ranks[0], item
-            else:
-                box = Box(tuple(offsets), tuple(sizes))
-                contested.append((item, Claim(box, itemsize, tuple(ranks), divisible=key not in divergent)))
-    for piece in assign([claim for _, claim in contested], written):
-        item, claim = contested[piece.claim]
-        yield piece.rank, item if piece.box == claim.box else _dcp.part_of(item, piece.box)
-
-
-def _integers(paths: Mapping[str, Path]) -> dict[str, list[int]]:
-    if _dcp.IntegerKey not in set(map(type, itertools.chain.from_iterable(paths.values()))):
-        return {}  # told in a fraction of the time, for programs with many thousands of keys
-    found = {key: [n for n, e in enumerate(path) if type(e) is _dcp.IntegerKey] for key, path in paths.items()}
-    return {key: positions for key, positions in found.items() if positions}
-
-
-def _paths(facts: LocalFacts) -> Iterable[tuple[str, Path]]:
-    return _with_integers(facts) if facts.integers else facts.paths.items()
-
-
-def _with_integers(facts: LocalFacts) -> Iterator[tuple[str, Path]]:
-    for key, path in facts.paths.items():
-        positions = facts.integers.get(key, ())
-        yield key, tuple(_dcp.IntegerKey(e) if n in positions else e for n, e in enumerate(path)) if positions else path
-
-
-def _agree(a: TensorWriteData | None, b: TensorWriteData | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return a.size == b.size and a.properties.dtype == b.properties.dtype
-
-
-def _kind(item: WriteItem) -> str:
-    tensor = item.tensor_data
-    return "an object" if tensor is None else f"a tensor of shape {tuple(tensor.size)}, {tensor.properties.dtype}"
-
-
-def _divergent(facts: Sequence[LocalFacts]) -> set[str]:
-    """Keys whose data is not the same on all processes that have them."""
-    digests: dict[str, set[bytes]] = defaultdict(set)
-    for fact in facts:
-        for key, one in fact.digests.items():
-            digests[key].add(one)
-    return {key for key, seen in digests.items() if len(seen) > 1}
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
@@ -354,24 +239,28 @@ def _digest(tensor: torch.Tensor) -> bytes:
     return xxhash.xxh3_128_digest(flat.numpy().data)
 
 
-def _prove_complete(metadata: Mapping[str, TensorStorageMetadata | BytesStorageMetadata]) -> None:
-    """Show that the chunks of every tensor cover it exactly once.
+def _divergent(facts: Sequence[LocalFacts]) -> set[str]:
+    """Return the keys whose data differs between the ranks that have them."""
+    digests: dict[str, set[bytes]] = defaultdict(set)
+    for fact in facts:
+        for key, one in fact.digests.items():
+            digests[key].add(one)
+    return {key for key, seen in digests.items() if len(seen) > 1}
 
-    Raises:
-        IncompleteCheckpointError: naming every tensor for which they do not, and where.
-    """
-    broken = []
-    for key, saved in metadata.items():
-        if isinstance(saved, TensorStorageMetadata) and not _dcp.is_one_chunk(saved):
-            whole, chunks = Box.whole(saved.size), _dcp.boxes_of(saved)
-            if not covers_exactly(whole, chunks):
-                flaws = "; ".join(map(str, find_flaws(whole, chunks)))
-                broken.append((key, f"{key!r} of shape {tuple(saved.size)}: {flaws}"))
-    if broken:
-        raise IncompleteCheckpointError(
-            "the processes of this save do not hold every element exactly once:\n  "
-            + "\n  ".join(text for _, text in broken)
-            + "\nNothing was written. If the program runs on several hosts, every one of them must take part in the "
-            "save, in one process group",
-            keys=[key for key, _ in broken],
-        )
+
+def _types_to_allow(tensor: torch.Tensor) -> frozenset[str]:
+    """Return the name of a tensor's class, if a load must be told to allow it."""
+    cls = type(tensor)
+    known = cls in torch.serialization.get_safe_globals()
+    return frozenset() if known else frozenset({f"{cls.__module__}.{cls.__qualname__}"})
+
+
+def _warn_of_needs(needs: Mapping[str, frozenset[str]]) -> None:
+    named = [f"{key!r} ({', '.join(sorted(names))})" for key, names in sorted(needs.items())]
+    logger.warning(
+        "a load will refuse these items unless it is told to admit their types: %s%s. Load them with "
+        "allow_types=[...] (for tensors of a subclass: torch.serialization.add_safe_globals), or save plain data "
+        "instead. A nested Stateful is saved as an object unless the state dict holds its state_dict()",
+        ", ".join(named[:_NAMED]),
+        f" and {len(named) - _NAMED} more" if len(named) > _NAMED else "",
+    )

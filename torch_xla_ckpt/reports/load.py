@@ -1,4 +1,4 @@
-"""What a load did."""
+"""LoadReport: the outcome of every key of a load, with bytes and seconds."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ import torch
 Status = Literal["loaded", "created", "kept", "missing", "unexpected", "not requested"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 _PRINTED = ("loaded", "resharded", "cast", "renamed", "created", "kept", "missing", "unexpected", "not requested")
-_SHOWN = 5  # keys of each kind, when a report is printed
+_SHOWN = 5  # keys of each kind that a printed report names
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one key.
+    """The outcome of one key.
 
     Args:
-        status: "loaded" into the target; "created", because the target lacked it; "kept": the target keeps its value,
-            because the checkpoint has another shape, under ``shape="keep"``; "missing" from the checkpoint;
-            "unexpected", which means that the target names the part of the tree it lies in, lacks the key, and it was
-            not created; "not requested" by the target, or left out by ``only`` or ``exclude``.
-        renamed: the key it had in the checkpoint, if that is another.
-        cast: the saved and the target's dtype, if they differ.
-        resharded: the boxes of the target are not those that were saved.
-        shapes: the saved shape and the target's, if the target keeps its value because they differ.
+        status: "loaded": the target's value was replaced. "created": the target lacked the key, and has it now.
+            "kept": the target keeps its value, because the checkpoint has another shape (``shape="keep"``).
+            "missing": the checkpoint lacks the key. "unexpected": the target lacks the key, although it names this part
+            of the tree, and the key was not created. "not requested": the target does not name this part of the tree,
+            or ``only`` or ``exclude`` left the key out.
+        renamed: the key in the checkpoint, if it differs.
+        cast: the saved dtype and the target's dtype, if they differ.
+        resharded: whether the target's boxes differ from the saved boxes.
+        shapes: the saved shape and the target's shape, if the status is "kept".
     """
 
     status: Status
@@ -38,18 +39,19 @@ class Outcome:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What ``load`` did. ``outcomes`` is the same on every rank, the rest is of this process.
+    """The result of a load. ``outcomes`` is the same on every rank; bytes and seconds are those of this process.
 
-    The three times add up to that of the whole call.
+    The three times add up to the time of the whole load. Print the report for a summary.
 
     Args:
-        bytes_needed: of the tensors and objects that were asked for; None when the storage reader does not say.
-        bytes_read: of the checkpoint's data files; more than is needed, because checksums cover whole blocks.
-        plan_seconds: until the first byte was read: metadata, matching, proofs, and waiting for other processes.
-        read_seconds: reading and checking.
-        put_seconds: handing tensors to their devices; reading goes on meanwhile.
-        restarts: how often the load began again, because another save had replaced the checkpoint.
-        outcomes: what became of every key: the target's, and the checkpoint's that are not in the target.
+        bytes_needed: bytes of the requested tensors and objects; None if the storage reader does not count them.
+        bytes_read: bytes read from the checkpoint's data files; None if the storage reader does not count them. More
+            than ``bytes_needed``, because checksums cover whole blocks.
+        plan_seconds: seconds before the first read: metadata, matching, proofs, and waiting for other ranks.
+        read_seconds: seconds of reading and checking.
+        put_seconds: seconds of moving tensors to their devices, while other threads keep reading.
+        outcomes: the outcome of every key of the target, and of every key of the checkpoint.
+        restarts: how often the load began again because another save replaced the checkpoint; default 0.
     """
 
     bytes_needed: int | None
@@ -62,17 +64,17 @@ class LoadReport:
 
     @property
     def loaded(self) -> tuple[str, ...]:
-        """Keys of the target that were filled."""
+        """Keys of the target whose values were replaced."""
         return self._keys(lambda outcome: outcome.status == "loaded")
 
     @property
     def created(self) -> tuple[str, ...]:
-        """Keys that the target lacked and has now."""
+        """Keys that the target lacked, and has now."""
         return self._keys(lambda outcome: outcome.status == "created")
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Keys of the target that have another shape in the checkpoint, and keep the values that the target has."""
+        """Keys of the target that keep their values, because the checkpoint has another shape."""
         return self._keys(lambda outcome: outcome.status == "kept")
 
     @property
@@ -82,27 +84,27 @@ class LoadReport:
 
     @property
     def unexpected(self) -> tuple[str, ...]:
-        """Keys of the checkpoint that the target lacks still, though it names the part of the tree they lie in."""
+        """Keys of the checkpoint that the target still lacks, although it names their part of the tree."""
         return self._keys(lambda outcome: outcome.status == "unexpected")
 
     @property
     def not_requested(self) -> tuple[str, ...]:
-        """Keys that were left out on purpose."""
+        """Keys of the checkpoint or the target that were left out on purpose."""
         return self._keys(lambda outcome: outcome.status == "not requested")
 
     @property
     def resharded(self) -> tuple[str, ...]:
-        """Keys whose boxes in the target are not those that were saved."""
+        """Keys whose boxes in the target differ from the saved boxes."""
         return self._keys(lambda outcome: outcome.resharded)
 
     @property
     def cast(self) -> dict[str, tuple[torch.dtype, torch.dtype]]:
-        """Keys whose dtype was changed: from, to."""
+        """Keys whose dtype was converted, with the saved dtype and the target's dtype."""
         return {key: outcome.cast for key, outcome in self.outcomes.items() if outcome.cast}
 
     @property
     def renamed(self) -> dict[str, str]:
-        """Keys that had another name in the checkpoint, and that name."""
+        """Keys that have another name in the checkpoint, with this name."""
         return {key: outcome.renamed for key, outcome in self.outcomes.items() if outcome.renamed}
 
     def _keys(self, has: Callable[[Outcome], bool]) -> tuple[str, ...]:
@@ -110,24 +112,24 @@ class LoadReport:
 
     @property
     def seconds(self) -> float:
-        """Of the whole call."""
+        """Seconds of the whole load."""
         return self.plan_seconds + self.read_seconds + self.put_seconds
 
     @property
     def bytes_per_second(self) -> float | None:
-        """Needed bytes by the time of the whole call."""
+        """``bytes_needed`` divided by ``seconds``; None if bytes were not counted."""
         return None if self.bytes_needed is None else self.bytes_needed / self.seconds
 
     def __str__(self) -> str:
         lines = [self._speed()]
         if self.restarts:
-            lines.append(f"  began again {self.restarts} times: the checkpoint was replaced while it was read")
+            lines.append(f"  restarted {self.restarts} times, because the checkpoint was replaced while it was read")
         for name in _PRINTED:
             keys = list(getattr(self, name.replace(" ", "_")))
             if keys:
-                telling = name not in ("loaded", "resharded")
-                shown = [self._shown(name, key) for key in keys[:_SHOWN]] if telling else []
-                more = ["..."] if telling and len(keys) > _SHOWN else []
+                names_keys = name not in ("loaded", "resharded")
+                shown = [self._shown(name, key) for key in keys[:_SHOWN]] if names_keys else []
+                more = ["..."] if names_keys and len(keys) > _SHOWN else []
                 lines.append(f"  {name:<13} {len(keys):>6}  {', '.join([*shown, *more])}".rstrip())
         return "\n".join(lines)
 
@@ -136,7 +138,7 @@ class LoadReport:
         if name == "cast" and outcome.cast:
             return f"{key} ({outcome.cast[0]} -> {outcome.cast[1]})".replace("torch.", "")
         if name == "kept" and outcome.shapes:
-            return f"{key} ({outcome.shapes[0]} -> {outcome.shapes[1]})"
+            return f"{key} (target {outcome.shapes[1]}, checkpoint {outcome.shapes[0]})"
         return f"{key} (was {outcome.renamed})" if name == "renamed" else key
 
     def _speed(self) -> str:
@@ -151,7 +153,7 @@ class LoadReport:
 
 def _size(nbytes: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 999.5:  # three digits, or the format would resort to exponents
+        if nbytes < 999.5:  # with more than three digits, the format would use an exponent
             return f"{nbytes:.3g} {unit}"
         nbytes /= 1024
     return f"{nbytes:.3g} TiB"

@@ -32,6 +32,7 @@ from torch_xla_ckpt.planner import (
     Rename,
     Unexpected,
     copy_into,
+    mark_primed,
     match,
     mismatch_error,
     paths_of,
@@ -272,6 +273,7 @@ def prime_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     of its parameter. ``restore`` needs neither.
     """
     optimizer.register_load_state_dict_pre_hook(_sharded_state)
+    optimizer.register_state_dict_post_hook(mark_primed)
     return optimizer
 
 

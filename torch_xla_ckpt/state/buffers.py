@@ -1,4 +1,4 @@
-"""Host memory that is used again."""
+"""Reuse of host memory between loads and between snapshots."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ import torch
 
 from torch_xla_ckpt.runtime import forks
 
-# Smaller buffers are cheap to get.
-_LEAST_BYTES = 1 << 20
+_LEAST_REUSED = 1 << 20  # bytes; smaller buffers are cheap to allocate
 
 
 class Buffers:
-    """Hands out host tensors, and takes their memory back when nobody holds them any more.
+    """Allocates host tensors, and reuses the memory of tensors that were released.
 
-    Memory that was never touched costs a page fault every few KiB, and those take longer than copying into it. All
-    that is kept, in use or not, is never more than what was in use at some time.
+    New memory costs a page fault every few KiB, and page faults take longer than copying data into the memory. The
+    kept memory, free or in use, never exceeds the most that was in use at one time.
     """
 
     def __init__(self) -> None:
@@ -34,17 +33,19 @@ class Buffers:
         self._lock = threading.Lock()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor with undefined content."""
+        """Return a host tensor with undefined content."""
         nbytes = math.prod(shape) * dtype.itemsize
-        if nbytes < _LEAST_BYTES:
+        if nbytes < _LEAST_REUSED:
             return torch.empty(tuple(shape), dtype=dtype)
         memory = self._memory(nbytes)
-        # The tensor, and a runtime that still uploads it, hold this array; with the last of them it goes.
-        held = memory.view()
-        weakref.finalize(held, self._free.append, memory).atexit = False
-        return torch.from_numpy(held).view(dtype).view(tuple(shape))
+        # The tensor holds this array, and so does a runtime that still uploads it. When both have released the array,
+        # its memory is free.
+        array = memory.view()
+        weakref.finalize(array, self._free.append, memory).atexit = False
+        return torch.from_numpy(array).view(dtype).view(tuple(shape))
 
     def _memory(self, nbytes: int) -> Any:
+        """Return free memory of this size, or new memory for which as much free memory is dropped."""
         with self._lock:
             for _ in range(len(self._free)):
                 memory = self._free.popleft()

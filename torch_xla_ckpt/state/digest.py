@@ -1,7 +1,7 @@
-"""Digests of objects, to tell whether ranks hold the same.
+"""Digests of objects, to find values that differ between ranks.
 
-Equal objects of the common kinds have equal digests: numbers, strings, dicts in any order, lists, tuples, sets, arrays,
-host tensors, dataclasses, enums. Of other kinds the pickled bytes are compared, which can differ for equal objects.
+Equal objects of common types have equal digests: numbers, strings, dicts in any order, lists, tuples, sets, arrays,
+host tensors, dataclasses, enums. For other types the pickled bytes are compared, which can differ for equal objects.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ _BY_REPR = (
         pathlib.PurePath,
     ),
 )
-_EXACTLY = frozenset(_BY_REPR)  # what most values are, told apart in less time
+_EXACT_TYPES = frozenset(_BY_REPR)  # the types of most values; a lookup is faster than isinstance
 
 
 def digest(value: Any, pickled: Callable[[], bytes]) -> bytes:
-    """16 bytes that equal objects share.
+    """Return 16 bytes that are the same for equal objects.
 
     Args:
         value: the object.
-        pickled: its bytes; called only where the kind of object is not known.
+        pickled: returns the object's pickled bytes. Called only for types that this module does not know.
     """
     try:
         return _digest(value)
-    except (_UnknownKind, RecursionError):
+    except (_UnknownType, RecursionError):
         return _hash(b"pickled", [pickled()])
 
 
-class _UnknownKind(Exception):
-    """An object that only pickle can take apart."""
+class _UnknownType(Exception):
+    """The object, or a value inside it, has a type that this module cannot take apart."""
 
 
 def _digest(value: Any) -> bytes:
     kind = type(value)
-    if kind in _EXACTLY or isinstance(value, _BY_REPR):
+    if kind in _EXACT_TYPES or isinstance(value, _BY_REPR):
         return _hash(_name(value), [repr(value).encode(errors="surrogatepass")])
     if isinstance(value, enum.Enum):
         return _hash(_name(value), [value.name.encode()])
@@ -76,17 +76,17 @@ def _digest(value: Any) -> bytes:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return _hash(_name(value), [_digest(parts)])
-    raise _UnknownKind
+    raise _UnknownType
 
 
 def _digest_of_tensor(tensor: torch.Tensor) -> bytes:
-    what = f"{tuple(tensor.shape)}{tensor.dtype}{tensor.device.type}".encode()
-    if tensor.device.type != "cpu":  # fetching it costs more than a warning is worth
-        return _hash(b"tensor", [what])
+    kind = f"{tuple(tensor.shape)}{tensor.dtype}{tensor.device.type}".encode()
+    if tensor.device.type != "cpu":  # fetching the data would cost more than a warning is worth
+        return _hash(b"tensor", [kind])
     if tensor.layout != torch.strided or tensor.is_quantized or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        raise _UnknownKind
+        raise _UnknownType
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    return _hash(b"tensor", [what, flat.numpy().tobytes()])
+    return _hash(b"tensor", [kind, flat.numpy().tobytes()])
 
 
 def _name(value: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""PerRank: what each rank saves and loads for itself."""
+"""PerRank: a value that every rank saves and loads separately."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
+from torch_xla_ckpt.coordination import Processes
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.state.ranks import RankState, Resize
 
@@ -14,25 +15,25 @@ T = TypeVar("T")
 
 
 class PerRank(Generic[T]):
-    """A value of which every rank saves and loads its own, such as a data loader's position.
+    """A value that every rank saves and loads separately, such as the position of a data loader.
 
-    What is not a tensor is otherwise saved from one rank, and all ranks load that. Wrapped in ``PerRank`` it lies under
-    a key with the rank in it, ``loader.rank3``, and each rank reads its own only. It is a ``Stateful``: a top-level
-    value of a state dict, for ``save``, ``load``, ``restore``, ``CheckpointManager``, and for ``dcp.save`` with
-    ``SPMDSavePlanner``::
+    Without ``PerRank``, an object is saved from one rank, and all ranks load that object. With it, each rank's value is
+    saved under a key with the rank in it, such as ``loader.rank3``, and each rank reads only its own key. ``PerRank``
+    is a ``Stateful``. It must be a top-level value of a state dict, and works in ``save``, ``load``, ``restore``,
+    ``CheckpointManager``, and in ``dcp.save`` with ``SPMDSavePlanner``::
 
         manager.save(step, {"model": model.state_dict(), "loader": xc.PerRank(loader)})
         manager.restore_latest(model=model, loader=xc.PerRank(loader))
 
     Args:
-        value: a ``Stateful``, a dict that is loaded in place, or any other value that can be saved.
-        resize: what a load does if the checkpoint was saved by another number of ranks. "error" (default): it raises
-            ``MismatchError`` on all ranks, and nothing is changed. "warn": each rank that has state of its own in the
-            checkpoint takes it, the others keep what they have, and warnings say so.
-        process_group: the processes that save together; default: all.
+        value: a ``Stateful``, a dict to load in place, or any other value that can be saved.
+        resize: what a load does if the checkpoint was saved with another world size. "error" (default): raise
+            ``MismatchError`` on all ranks, and change nothing. "warn": ranks with state in the checkpoint load that
+            state, the other ranks keep the value they have, and warnings say so.
+        process_group: the ranks that save together; default: all ranks.
 
     Attributes:
-        value: the value; what was loaded, after a load, if the value is no ``Stateful``.
+        value: the value. After a load, the loaded value, unless the value is a ``Stateful``.
     """
 
     def __init__(self, value: T, *, resize: Resize = "error", process_group: dist.ProcessGroup | None = None):
@@ -43,15 +44,13 @@ class PerRank(Generic[T]):
         self._group = process_group
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this rank, under a key with the rank in it."""
+        """Return the state of this rank, under a key with the rank in it."""
         state = self.value.state_dict() if isinstance(self.value, Stateful) else self.value
-        several = dist.is_available() and dist.is_initialized()
-        rank = dist.get_rank(self._group) if several else 0
-        ranks = dist.get_world_size(self._group) if several else 1
-        return RankState(state, rank, ranks, self._resize)
+        processes = Processes(self._group)
+        return RankState(state, processes.rank, processes.size, self._resize)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's part of a state that was loaded into the result of ``state_dict``."""
+        """Take this rank's value from a state that was loaded into the result of ``state_dict``."""
         assert isinstance(state_dict, RankState)
         if state_dict.lacking:
             return
@@ -62,5 +61,6 @@ class PerRank(Generic[T]):
 
     def __reduce__(self) -> Any:
         raise CheckpointError(
-            "PerRank must be a top-level value of the state dict, because DCP asks only those for their state"
+            "PerRank was found inside another value. It must be a top-level value of the state dict, because DCP calls "
+            "state_dict() only on those"
         )

@@ -1,4 +1,4 @@
-"""State that each rank has of its own, under keys that have the rank in them."""
+"""State of single ranks, saved under keys with the rank in them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _RANK = re.compile(r"rank(\d+)")
 
 
 class RankState(dict[str, Any]):
-    """One rank's state in a state dict: ``{"rank3": state}``. At load, the other ranks' state is not requested.
+    """The state of one rank in a state dict: ``{"rank3": state}``. A load does not request the other ranks' state.
 
     Args:
-        state: this rank's.
-        rank: its number.
-        ranks: how many there are now.
-        resize: what to do if the checkpoint was saved by another number of ranks.
+        state: the state of this rank.
+        rank: the number of this rank.
+        ranks: the world size.
+        resize: what to do if the checkpoint was saved with another world size; see ``PerRank``.
 
     Attributes:
-        lacking: set by a load: whether the checkpoint had nothing for this rank.
+        lacking: whether the checkpoint has no state for this rank. Set by a load.
     """
 
     def __init__(self, state: Any, rank: int, ranks: int, resize: Resize):
@@ -35,7 +35,7 @@ class RankState(dict[str, Any]):
 
     @property
     def own(self) -> str:
-        """The key of this rank's state."""
+        """The key of this rank's state: "rank3", for example."""
         return f"rank{self.rank}"
 
     def of_others(self, below: str) -> bool:
@@ -43,32 +43,32 @@ class RankState(dict[str, Any]):
         return bool(_RANK.fullmatch(below)) and below != self.own
 
     def misfit(self, key: str, saved: Iterable[str]) -> tuple[str, str] | None:
-        """Compare the ranks with those of a checkpoint; None if they fit, or ``resize`` is "warn".
+        """Compare the world size with that of a checkpoint.
 
         Args:
-            key: of this state.
-            saved: the checkpoint's elements below the key.
+            key: key of this state in the state dict.
+            saved: the elements that follow this key in the checkpoint's keys.
 
         Returns:
-            What the target and the checkpoint have.
+            Descriptions of the target and of the checkpoint; None if they fit, or if ``resize`` is "warn".
         """
         found = list(saved)
         ranks = sorted({int(match[1]) for element in found if (match := _RANK.fullmatch(element))})
         self.lacking = self.rank not in ranks
         if not self.lacking and ranks[-1] < self.ranks:
             return None
-        has = f"the state of {len(ranks)} ranks ({_shown(ranks)})" if ranks else "no state of single ranks"
+        checkpoint = f"the state of {len(ranks)} ranks ({_shown(ranks)})" if ranks else "no state of single ranks"
         if found and not ranks:
-            has = "one state for all ranks: load it without PerRank"
+            checkpoint = "one state for all ranks: load it without PerRank"
         if self.resize == "error":
-            return f"the state of rank {self.rank} of {self.ranks}", has
+            return f"the state of rank {self.rank} of {self.ranks}", checkpoint
         logger.warning(
             "%s: the checkpoint has %s, and there are %s ranks now. Rank %s %s",
             key,
-            has,
+            checkpoint,
             self.ranks,
             self.rank,
-            "keeps what it has" if self.lacking else "takes its own; what belongs to the others is not loaded",
+            "keeps what it has" if self.lacking else "loads its own state; the state of other ranks is not loaded",
         )
         return None
 
@@ -76,12 +76,15 @@ class RankState(dict[str, Any]):
 def misfits(
     state_dict: Mapping[Any, Any], saved: Iterable[str], asked: Callable[[str], bool]
 ) -> dict[str, tuple[str, str]]:
-    """States of single ranks that a checkpoint was saved for another number of ranks; by key.
+    """Find the states of single ranks that were saved with another world size.
 
     Args:
         state_dict: the target.
-        saved: keys of the checkpoint, by the names that they have in the target.
-        asked: whether a key is to be loaded.
+        saved: keys of the checkpoint, under their names in the target.
+        asked: returns whether a key is to be loaded.
+
+    Returns:
+        For each such key, descriptions of the target and of the checkpoint.
     """
     own = {str(key): value for key, value in state_dict.items() if isinstance(value, RankState)}
     if not own:

@@ -1,4 +1,4 @@
-"""Host copies of device shards: fetched when first asked for, dropped when last used."""
+"""Tensors of a state dict with their layouts, and host copies of their shards."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from torch_xla_ckpt.protocols import TensorAccess
 
 
 class TensorHandle(NamedTuple):
-    """A tensor of a state dict with its layout and the way to its data."""
+    """A tensor of a state dict, with its layout and the access to its data."""
 
     tensor: torch.Tensor
     layout: TensorLayout
     access: TensorAccess
 
     def gather(self) -> torch.Tensor:
-        """The whole tensor on the host.
+        """Return the whole tensor in host memory.
 
         Raises:
-            CheckpointError: this process does not hold all of it.
+            CheckpointError: this process does not hold all elements.
         """
         whole = Box.whole(self.layout.shape)
         shards: dict[Box, torch.Tensor] = {}
@@ -40,8 +40,8 @@ class TensorHandle(NamedTuple):
         held = sum(box.volume for box in self.layout.boxes)
         if held != whole.volume:
             raise CheckpointError(
-                f"a tensor of shape {self.layout.shape} inside an object (a tuple, say) is sharded over several "
-                "processes, and one process cannot write all of it. Put the tensor in a dict or list of its own"
+                f"a tensor of shape {self.layout.shape} inside an object (a tuple, for example) is sharded over "
+                "several processes, and one process cannot write all of it. Put the tensor into a dict or a list"
             )
         full = torch.empty(self.layout.shape, dtype=self.layout.dtype)
         for box in self.layout.boxes:
@@ -52,12 +52,16 @@ class TensorHandle(NamedTuple):
 def lay_out(
     tensors: Mapping[str, torch.Tensor], access_of: Callable[[torch.Tensor], TensorAccess]
 ) -> dict[str, TensorHandle]:
-    """Layouts of tensors, after all pending computation has been awaited.
+    """Wait for all pending computation, and return the tensors with their layouts.
+
+    Args:
+        tensors: tensors by key.
+        access_of: returns the access to a tensor.
 
     Raises:
-        CheckpointError: a tensor is of a kind that has no layout. The key is named.
+        CheckpointError: a tensor is of a kind that cannot be saved or loaded. The key is named.
     """
-    # A snapshot knows best, also where a planner was told how to read live tensors.
+    # Snapshots are read in their own way, even if the planner was given an access for live tensors.
     accesses = {key: (_access_of if isinstance(t, Snapshot) else access_of)(t) for key, t in tensors.items()}
     for access in {type(access): access for access in accesses.values()}.values():
         access.settle()
@@ -71,22 +75,22 @@ def lay_out(
 
 
 def require_savable(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Show that tensors have dtypes that torch can pickle.
+    """Check that torch can pickle the tensors' dtypes.
 
     Raises:
-        CheckpointError: one has not. The key is named.
+        CheckpointError: torch cannot pickle a tensor. The key is named.
     """
     for key, tensor in tensors.items():
         if not tensor.is_quantized and not _can_be_pickled(tensor.dtype):
             raise CheckpointError(
-                f"{key!r}: torch cannot pickle tensors of {tensor.dtype}, so they cannot be saved. Save its bytes, "
-                "tensor.view(torch.uint8)"
+                f"{key!r}: torch cannot pickle tensors of {tensor.dtype}, so they cannot be saved. Save the "
+                "tensor's bytes instead: tensor.view(torch.uint8)"
             )
 
 
 @lru_cache(maxsize=256)
 def _can_be_pickled(dtype: torch.dtype) -> bool:
-    """Whether torch pickles tensors of a dtype without their bytes, as checkpoints need it."""
+    """Whether torch can pickle tensors of a dtype without their data, as checkpoints need."""
     try:
         with torch.serialization.skip_data():
             torch.save(torch.empty(0, dtype=dtype), io.BytesIO())
@@ -96,10 +100,10 @@ def _can_be_pickled(dtype: torch.dtype) -> bool:
 
 
 def require_targets(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Show that data can be loaded into tensors in place.
+    """Check that data can be loaded into the tensors in place.
 
     Raises:
-        CheckpointError: it cannot. The key is named.
+        CheckpointError: a tensor cannot be loaded in place. The key is named.
     """
     for key, tensor in tensors.items():
         try:
@@ -109,10 +113,10 @@ def require_targets(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 class ShardSource:
-    """Serves boxes of tensors as host tensors, from several threads.
+    """Returns boxes of tensors as host tensors, to several threads.
 
-    The shards of a part of a tensor, most often of all of it, are fetched together at the first request for one of
-    them, as the device runtime offers no less, and let go when every box that was announced has been served.
+    The device runtime fetches all shards of a tensor together. So the first request for a box fetches all shards of the
+    tensor, or of one of its parts if it has several. They are released when all announced boxes were taken.
     """
 
     def __init__(self, tensors: Mapping[str, TensorHandle]):
@@ -122,15 +126,15 @@ class ShardSource:
         self._lock = threading.Lock()
 
     def announce(self, boxes: Iterable[tuple[str, Box]]) -> None:
-        """Say what will be asked for."""
+        """Announce all boxes that will be taken, as pairs of key and box."""
         self._announced = Counter((key, self.part(key, box)) for key, box in boxes)
 
     def part(self, key: str, box: Box) -> int:
-        """Which part of its tensor a box is fetched with."""
+        """Return the number of the part that ``box`` is fetched with."""
         return self._tensors[key].layout.part_of(box) if box.volume else 0
 
     def take(self, key: str, box: Box) -> torch.Tensor:
-        """The elements of ``box``, in a contiguous host tensor with a storage of just its size."""
+        """Return the elements of ``box`` as a contiguous host tensor whose storage has the same size."""
         held = self._tensors[key]
         if box.volume == 0:
             return torch.empty(box.sizes, dtype=held.layout.dtype)
@@ -149,7 +153,7 @@ class ShardSource:
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` contiguous and alone in its storage: writers that pickle a tensor write its whole storage."""
+    """Return the tensor contiguous, in a storage of its own: writers that pickle a tensor write its whole storage."""
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
     alone = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize

@@ -1,13 +1,13 @@
-"""Flattening a state dict into keys, the way DCP names them, and putting values where the state dict has none.
+"""Keys of a state dict, named as DCP names them.
 
-Keys are DCP's: path elements joined by dots; mappings always open, lists only when they hold tensors or containers
-that open; everything else, tuples too, is one leaf. Unlike DCP's own flattening, a leaf remembers the container it
-came from, so that putting a value back works for keys that are not strings (optimizer state is keyed by integers).
+A key is a path joined by dots. Mappings are always opened. Lists are opened if they hold tensors, mappings, or lists
+that are opened. Every other value, also a tuple, is one leaf. Unlike DCP's flattening, a leaf knows its container, so
+that values can be replaced under keys that are not strings: optimizer state is keyed by integers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,35 +20,15 @@ from torch_xla_ckpt.serialization import MAX_DEPTH
 Path = tuple[str | int, ...]
 """Elements of a key: positions in lists are integers, keys of mappings are strings."""
 
-_DIGITS = 4000  # Python makes no longer integers from text
-
-
-class Closed(Mapping[str, Any]):
-    """A mapping whose values can be replaced, and that takes no new keys: the state of something that is built."""
-
-    def __init__(self, values: Mapping[str, Any]):
-        self._values = dict(values)
-
-    def __getitem__(self, key: str) -> Any:
-        return self._values[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if key not in self._values:
-            raise KeyError(key)
-        self._values[key] = value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
 
 class Leaf(NamedTuple):
-    """A value of a state dict and where it lies.
+    """A value of a state dict.
 
-    ``path`` is the key's elements as DCP records them (every mapping key as a string); ``slot`` is the real key or
-    position in ``container``.
+    Args:
+        path: the elements of its key as DCP records them, with every key of a mapping as a string.
+        value: the value.
+        container: the mapping or list that holds the value.
+        slot: the key or position of the value in ``container``.
     """
 
     path: Path
@@ -68,17 +48,18 @@ def flatten(
     with_empty: bool = False,
     deepest: int | None = None,
 ) -> dict[str, Leaf]:
-    """The leaves of a state dict by key.
+    """Return the leaves of a state dict by key.
 
     Args:
         state_dict: nested mappings and lists.
-        whole: keys of containers that stay one leaf if no tensor is in them. torch_xla's planners, and DCP up to 2.3,
+        whole: keys of containers that stay one leaf if they hold no tensor. torch_xla's planners, and DCP up to 2.3,
             save a dict without tensors as one object.
-        with_empty: make a leaf of an empty mapping too. DCP drops it; then nothing tells that it was there.
-        deepest: levels of containers that there may be; None for any number.
+        with_empty: make a leaf of each empty mapping, so that the checkpoint records it. DCP drops empty mappings.
+        deepest: maximum number of nested containers; default: no limit.
 
     Raises:
-        CheckpointError: two leaves have the same key, a container contains itself, or there are more levels.
+        CheckpointError: two leaves have the same key, a container contains itself, or containers are nested deeper
+            than ``deepest``.
     """
     leaves: dict[str, Leaf] = {}
     for leaf in _leaves(state_dict, whole, with_empty, deepest):
@@ -86,27 +67,29 @@ def flatten(
         if key in leaves:
             raise CheckpointError(
                 f"two values of the state dict have the key {key!r}: at {leaves[key].path} and at {leaf.path}. "
-                "Keys are paths joined by dots; rename one of them"
+                "A key is a path joined by dots. Rename one of the two"
             )
         leaves[key] = leaf
     return leaves
 
 
 def mapped(state_dict: Mapping[Any, Any], change: Callable[[Leaf], Any]) -> dict[Any, Any]:
-    """A state dict of the same shape in containers of its own, whose leaves are changed.
+    """Return a copy of a state dict with new containers and changed leaves.
 
-    What a leaf is changed into must be one: no mapping, and a tensor only if it was one.
+    Args:
+        state_dict: nested mappings and lists.
+        change: returns the new value of a leaf. The new value must not be a mapping, and a tensor only for a tensor.
 
     Raises:
         CheckpointError: a container contains itself, or there are more than ``MAX_DEPTH`` levels.
     """
     root: dict[Any, Any] = {}
-    made: dict[int, Any] = {id(state_dict): root}  # of each container that was opened, by its id
-    held: list[Any] = []  # ids stay those of these containers
+    made: dict[int, Any] = {id(state_dict): root}  # the copy of each opened container, by the container's id
+    held: list[Any] = []  # keeps opened containers alive, so that no other object gets their ids
     for step in _walk(state_dict, MAX_DEPTH):
         _, value, container, slot = step.leaf
         new: Any
-        if step.opens:
+        if step.is_open:
             new = made[id(value)] = {} if isinstance(value, Mapping) else []
             held.append(value)
             step.open()
@@ -121,142 +104,13 @@ def mapped(state_dict: Mapping[Any, Any], change: Callable[[Leaf], Any]) -> dict
 
 
 def key_of(path: Path) -> str:
-    """DCP's name of what lies at ``path``."""
+    """Return DCP's key for a path."""
     return ".".join(map(str, path))
 
 
 def is_placeholder(value: Any) -> bool:
-    """Whether a leaf stands for something that has not been built yet."""
+    """Whether a leaf stands for a value that the program has not built yet: None or an empty list."""
     return value is None or (type(value) is list and not value)
-
-
-class StateDictEditor:
-    """Values to be put where a state dict has nothing; all that was done can be undone.
-
-    Args:
-        state_dict: nested mappings and lists. What is missing between it and a value is made: dicts, and lists where
-            the path has a position. Mappings that are not mutable have no room.
-        integers: whether the keys of a mapping at a path, which is about to be made or is empty, are integers
-            although the path has strings.
-    """
-
-    def __init__(self, state_dict: MutableMapping[Any, Any], integers: Callable[[Path], bool] = lambda path: False):
-        self._root = state_dict
-        self._integers = integers
-        self._grown: dict[int | Path, int] = {}  # length that a list will have, by its id, or its path if it is new
-        self._odd: dict[int, dict[str, Any]] = {}  # keys that are no strings and no integers, by the mapping's id
-        self._changes: list[Callable[[], None]] = []  # that undo what was done
-
-    def has_room(self, path: Path) -> bool:
-        """Whether ``insert`` could put something there. Positions of a list are to be asked for in ascending order."""
-        here: Any = self._root
-        for depth, element in enumerate(path):
-            if depth and _gives_way(here):
-                return self._all_start(path[:depth], path[depth:])
-            if isinstance(here, MutableMapping) and not isinstance(element, int):
-                slot = self._slot(here, element)
-                if slot is None:
-                    return self._all_start(path[: depth + 1], path[depth + 1 :])
-                here = here[slot]
-            elif isinstance(here, list) and _opens(here) and isinstance(element, int):
-                length = max(len(here), self._grown.get(id(here), 0))
-                if element >= len(here):
-                    if element > length:
-                        return False
-                    self._grown[id(here)] = element + 1
-                    return self._all_start(path[: depth + 1], path[depth + 1 :])
-                here = here[element]
-            else:
-                return False
-        return _gives_way(here)
-
-    def _all_start(self, path: Path, rest: Path) -> bool:
-        return all(self._starts((*path, *rest[:n]), element) for n, element in enumerate(rest))
-
-    def _starts(self, path: Path, element: str | int) -> bool:
-        """Whether a list that will be made at ``path`` gets its elements in order."""
-        if not isinstance(element, int):
-            return True
-        length = self._grown.get(path, 0)
-        self._grown[path] = max(length, element + 1)
-        return element <= length
-
-    def insert(self, values: Iterable[tuple[Path, Any]]) -> None:
-        """Put values at paths for which there was room, in ascending order; containers may refuse them."""
-        for path, value in values:
-            self._insert(path, value)
-
-    def replace(self, leaf: Leaf, value: Any) -> None:
-        """Put ``value`` in the place of a leaf."""
-        self._set(leaf.container, leaf.slot, value, True)
-
-    def undo(self) -> None:
-        """Take out what was put in, and put back what it replaced."""
-        while self._changes:
-            self._changes.pop()()
-
-    def _insert(self, path: Path, value: Any) -> None:
-        here: Any = self._root
-        for depth, element in enumerate(path):
-            last = depth == len(path) - 1
-            slot: Any = element
-            if isinstance(here, MutableMapping):
-                found = self._slot(here, element)
-                slot = self._new_slot(here, path[:depth], element) if found is None else found
-                there = found is not None
-            else:
-                there = int(element) < len(here)
-            if last:
-                self._set(here, slot, value, there)
-                return
-            make, kind = (list, list) if isinstance(path[depth + 1], int) else (dict, MutableMapping)
-            current = here[slot] if there else None
-            if _gives_way(current) and not isinstance(current, kind):
-                self._set(here, slot, make(), there)
-            here = here[slot]
-
-    def _slot(self, mapping: Mapping[Any, Any], element: str | int) -> Any:
-        """The key of a mapping that a path's element stands for, if it is there."""
-        text = str(element)
-        if text in mapping:
-            return text
-        if _is_decimal(text) and int(text) in mapping:
-            return int(text)
-        if id(mapping) not in self._odd:
-            self._odd[id(mapping)] = {str(key): key for key in mapping if type(key) not in (str, int)}
-        return self._odd[id(mapping)].get(text)
-
-    def _new_slot(self, mapping: MutableMapping[Any, Any], path: Path, element: str | int) -> Any:
-        if isinstance(element, IntegerKey) or (_is_decimal(element) and self._has_integers(mapping, path)):
-            return int(element)
-        return str(element)
-
-    def _has_integers(self, mapping: MutableMapping[Any, Any], path: Path) -> bool:
-        if not mapping:
-            return self._integers(path)
-        return type(next(iter(mapping))) is int
-
-    def _set(self, container: Any, slot: Any, value: Any, there: bool) -> None:
-        if there:
-            old = container[slot]
-            container[slot] = value
-            self._changes.append(lambda: container.__setitem__(slot, old))
-        elif isinstance(container, list):
-            container.append(value)
-            self._changes.append(container.pop)
-        else:
-            container[slot] = value
-            self._changes.append(lambda: container.__delitem__(slot))
-
-
-def _gives_way(value: Any) -> bool:
-    return is_placeholder(value) or (isinstance(value, MutableMapping) and not value)
-
-
-def _is_decimal(element: str | int) -> bool:
-    if not isinstance(element, str) or len(element) > _DIGITS or not element.removeprefix("-").isdecimal():
-        return False
-    return str(int(element)) == element
 
 
 def _leaves(
@@ -264,7 +118,7 @@ def _leaves(
 ) -> Iterator[Leaf]:
     for step in _walk(state_dict, deepest):
         path, value, container, slot = step.leaf
-        if not step.opens or (key_of(path) in whole and _is_plain(value)):
+        if not step.is_open or (key_of(path) in whole and _is_plain(value)):
             yield step.leaf
         elif value:
             step.open()
@@ -273,19 +127,25 @@ def _leaves(
 
 
 class _Step:
-    """A value that ``_walk`` has come to. If it is a container, ``open`` has the walk go into it next."""
+    """A value that ``_walk`` visits.
 
-    def __init__(self, leaf: Leaf, opens: bool, open: Callable[[], None]):
+    Args:
+        leaf: the value.
+        is_open: whether the value is a container whose values have keys of their own.
+        open: makes ``_walk`` visit the container's values next.
+    """
+
+    def __init__(self, leaf: Leaf, is_open: bool, open: Callable[[], None]):
         self.leaf = leaf
-        self.opens = opens
+        self.is_open = is_open
         self.open = open
 
 
 def _walk(state_dict: Mapping[Any, Any], deepest: int | None) -> Iterator[_Step]:
-    """Visit the values of a state dict, without recursion: Python allows little of it.
+    """Visit the values of a state dict. Without recursion, which Python limits to about a thousand levels.
 
     Raises:
-        CheckpointError: a container that is opened contains itself, or lies deeper than ``deepest``.
+        CheckpointError: an opened container contains itself, or is nested deeper than ``deepest``.
     """
     stack: list[tuple[Path, Any, Iterator[tuple[Any, Any]]]] = []
     inside: set[int] = set()
@@ -293,13 +153,13 @@ def _walk(state_dict: Mapping[Any, Any], deepest: int | None) -> Iterator[_Step]
     def enter(path: Path, container: Any) -> None:
         if id(container) in inside:
             raise CheckpointError(
-                f"the state dict contains itself at {_shown(path)}. Keys are paths, and this one would never end: "
-                "take the reference out of the state dict"
+                f"the state dict contains itself at {_shown(path)}. The path of a value inside would never end. "
+                "Remove this reference from the state dict"
             )
         if deepest is not None and len(stack) >= deepest:
             raise CheckpointError(
-                f"the state dict is nested more than {deepest} levels deep at {_shown(path)}. Flatten it, or put the "
-                "inner part in by itself"
+                f"the state dict is nested more than {deepest} levels deep at {_shown(path)}. Flatten it, or save the "
+                "inner part under a key of its own"
             )
         inside.add(id(container))
         slots = container.items() if isinstance(container, Mapping) else enumerate(container)
@@ -315,8 +175,8 @@ def _walk(state_dict: Mapping[Any, Any], deepest: int | None) -> Iterator[_Step]
             inside.remove(id(container))
             continue
         here = (*path, _element(slot) if isinstance(container, Mapping) else slot)
-        opens = not isinstance(value, torch.Tensor) and _opens(value)
-        yield _Step(Leaf(here, value, container, slot), opens, partial(enter, here, value))
+        opened = not isinstance(value, torch.Tensor) and is_open(value)
+        yield _Step(Leaf(here, value, container, slot), opened, partial(enter, here, value))
 
 
 def _shown(path: Path) -> str:
@@ -329,18 +189,19 @@ def _element(slot: Any) -> str:
 
 
 def _is_plain(container: Any) -> bool:
-    """Whether there is no tensor in a mapping or list."""
+    """Whether a mapping or list holds no tensor, at any depth."""
     return not any(isinstance(value, torch.Tensor) for value in _inside(container, Mapping | list))
 
 
-def _opens(value: Any) -> bool:
+def is_open(value: Any) -> bool:
+    """Whether the values in ``value`` have keys of their own."""
     if isinstance(value, Mapping):
         return True
     return isinstance(value, list) and any(isinstance(one, (torch.Tensor, Mapping)) for one in _inside(value, list))
 
 
 def _inside(container: Any, kinds: Any) -> Iterator[Any]:
-    """All values in a container and in the containers of these kinds that it contains."""
+    """Yield all values in a container, and in the containers of these kinds inside it."""
     waiting, seen = [container], {id(container)}
     while waiting:
         one = waiting.pop()

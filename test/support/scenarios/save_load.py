@@ -213,7 +213,7 @@ def processes_differ(rank, world, folder):
         xc.save(mine, path)
     if rank == 0:
         (text,) = said
-        assert "differ between processes" in text and "rng" in text and "same" not in text
+        assert "differ between ranks" in text and "rng" in text and "same" not in text
     everything = {
         "same": torch.zeros(1000, 100),
         "rng": torch.zeros_like(mine["rng"]),
