@@ -386,7 +386,7 @@ def test_restore_begins_again_with_one_checkpoint_for_all_its_steps(tmp_path):
 def test_verify_tells_of_damage_of_the_current_checkpoint_only(tmp_path, monkeypatch):
     path = tmp_path / "c"
     xc.save({"t": torch.full((100,), 1.0)}, path)
-    check = verify_module._check_file
+    check = verify_module.check_file
     replaced = iter([True])
 
     def late(*args):
@@ -394,7 +394,7 @@ def test_verify_tells_of_damage_of_the_current_checkpoint_only(tmp_path, monkeyp
             xc.save({"t": torch.full((100,), 2.0)}, path)
         return check(*args)
 
-    monkeypatch.setattr(verify_module, "_check_file", late)
+    monkeypatch.setattr(verify_module, "check_file", late)
     assert xc.verify(path).ok
 
 

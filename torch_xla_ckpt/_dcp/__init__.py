@@ -46,7 +46,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor
 
 from torch_xla_ckpt.errors import CheckpointError, MismatchError, ReplacedCheckpointError
-from torch_xla_ckpt.layout import Box, BoxArray, Integers
+from torch_xla_ckpt.layout import Box, BoxArray, Flaw, Integers, covers_exactly, find_flaws
 
 
 class IntegerKey(str):
@@ -61,6 +61,9 @@ class IntegerKey(str):
     def __reduce__(self) -> Any:
         return str, (str.__str__(self),)
 
+
+NOT_STORED = "is listed, but stored in no file"
+"""What is wrong with an item that the metadata lists and that ``storage_data`` lacks."""
 
 _STATELESS = frozenset({torch.Tensor, torch.nn.Parameter, dict, list, int, float, str})
 
@@ -137,27 +140,46 @@ def _box(offsets: torch.Size, sizes: torch.Size) -> Box:
     return Box(tuple(offsets), tuple(sizes))
 
 
-def lost(metadata: Metadata, keys: Iterable[str]) -> dict[str, list[Box | None]]:
-    """What the checkpoint lists under ``keys`` but its files do not hold; None stands for an object.
+def unstored(metadata: Metadata, keys: Iterable[str]) -> dict[str, list[str]]:
+    """Describe the items that the metadata lists under some keys, but that no file holds.
 
     A storage writer that fails in a worker thread can leave such a checkpoint behind and report success. Storage
-    whose ``storage_data`` is not DCP's mapping from items to places in files cannot be checked, and loses nothing
-    here.
+    whose ``storage_data`` is not DCP's mapping from items to places in files cannot be checked; for such storage the
+    result is empty.
+
+    Args:
+        metadata: The checkpoint's metadata.
+        keys: Keys of the checkpoint.
+
+    Returns:
+        For each key with such items, a description of each item.
     """
     storage_data = metadata.storage_data
     if not isinstance(storage_data, Mapping) or not set(map(type, storage_data)) <= {MetadataIndex}:
         return {}
     stored = {(index.fqn, index.offset) for index in storage_data}
-    missing: dict[str, list[Box | None]] = {}
+    missing: dict[str, list[str]] = {}
     for key in keys:
         saved = metadata.state_dict_metadata[key]
         if not isinstance(saved, TensorStorageMetadata):
-            gone: list[Box | None] = [] if (key, None) in stored else [None]
+            gone = [] if (key, None) in stored else ["the object"]
         else:
-            gone = [box_of(chunk) for chunk in saved.chunks if (key, chunk.offsets) not in stored]
+            gone = [str(box_of(chunk)) for chunk in saved.chunks if (key, chunk.offsets) not in stored]
         if gone:
-            missing[key] = gone
+            missing[key] = [f"{item} {NOT_STORED}" for item in gone]
     return missing
+
+
+def cover_flaws(saved: TensorStorageMetadata) -> tuple[Flaw, ...]:
+    """Return regions of a saved tensor that its chunks do not cover exactly once, at most three; none if all is well.
+
+    Raises:
+        ValueError: A chunk has another number of dimensions than the tensor.
+    """
+    if is_one_chunk(saved):
+        return ()
+    whole, chunks = Box.whole(saved.size), boxes_of(saved)
+    return () if covers_exactly(whole, chunks) else find_flaws(whole, chunks)
 
 
 def is_one_chunk(saved: TensorStorageMetadata) -> bool:

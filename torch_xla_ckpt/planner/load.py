@@ -167,9 +167,8 @@ class SPMDLoadPlanner(LoadPlanner):
         if found.mismatches:  # the coordinator says so, for all processes
             return LoadPlan([], planner_data=LocalMatch(outcomes, found.mismatches))
         items = [_dcp.read_object(key, source) for key, source in found.objects.items()]
-        broken: dict[str, Sequence[object]] = {}
-        for key, parts in _dcp.lost(self._metadata, [*found.objects.values(), *found.tensors.values()]).items():
-            broken[key] = [f"{part or 'the object'} is listed, but stored in no file" for part in parts[:3]]
+        sources = [*found.objects.values(), *found.tensors.values()]
+        broken: dict[str, Sequence[object]] = {k: v[:3] for k, v in _dcp.unstored(self._metadata, sources).items()}
         for key, target in self._targets.items():
             source = found.tensors[key]
             saved = self._metadata.state_dict_metadata[source]

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.device import access_of
 from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
-from torch_xla_ckpt.layout import Box, Claim, assign, covers_exactly, find_flaws
+from torch_xla_ckpt.layout import Box, Claim, assign
 from torch_xla_ckpt.protocols import TensorAccess
 from torch_xla_ckpt.runtime import without_collector
 from torch_xla_ckpt.serialization import MAX_DEPTH, Encoded, Item, decode, encode
@@ -362,11 +362,8 @@ def _prove_complete(metadata: Mapping[str, TensorStorageMetadata | BytesStorageM
     """
     broken = []
     for key, saved in metadata.items():
-        if isinstance(saved, TensorStorageMetadata) and not _dcp.is_one_chunk(saved):
-            whole, chunks = Box.whole(saved.size), _dcp.boxes_of(saved)
-            if not covers_exactly(whole, chunks):
-                flaws = "; ".join(map(str, find_flaws(whole, chunks)))
-                broken.append((key, f"{key!r} of shape {tuple(saved.size)}: {flaws}"))
+        if isinstance(saved, TensorStorageMetadata) and (flaws := _dcp.cover_flaws(saved)):
+            broken.append((key, f"{key!r} of shape {tuple(saved.size)}: {'; '.join(map(str, flaws))}"))
     if broken:
         raise IncompleteCheckpointError(
             "the processes of this save do not hold every element exactly once:\n  "

@@ -7,8 +7,9 @@ This room knows nothing of meshes and devices, and works without torch_xla. Noth
 from torch_xla_ckpt.storage import commit, path_lock
 from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, told_apart
-from torch_xla_ckpt.storage.manifest import Manifest, checksum
+from torch_xla_ckpt.storage.manifest import Manifest
 from torch_xla_ckpt.storage.reader import ReadStats, ShardReader
+from torch_xla_ckpt.storage.stored import checksum
 from torch_xla_ckpt.storage.verify import VerifyReport, verify
 from torch_xla_ckpt.storage.writer import ShardWriter
 

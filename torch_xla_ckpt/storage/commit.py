@@ -36,7 +36,8 @@ from torch_xla_ckpt.protocols import Entry, Folder, Version
 from torch_xla_ckpt.serialization import METADATA, read_metadata
 from torch_xla_ckpt.storage.files import NOT_A_FILE, TRANSIT, FileChanged, NotAFile
 from torch_xla_ckpt.storage.lease import Lease, ended, lease_name, living
-from torch_xla_ckpt.storage.manifest import Manifest, checksum
+from torch_xla_ckpt.storage.manifest import Manifest
+from torch_xla_ckpt.storage.stored import checksum
 
 logger = logging.getLogger(__name__)
 

@@ -40,8 +40,9 @@ from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.frame import item_of
 from torch_xla_ckpt.storage.lease import Holder
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, told_apart
-from torch_xla_ckpt.storage.manifest import BLOCK, TINY, Manifest, Stored, check_user_metadata, checksum, padded
+from torch_xla_ckpt.storage.manifest import Manifest, check_user_metadata
 from torch_xla_ckpt.storage.progress import Progress
+from torch_xla_ckpt.storage.stored import BLOCK, TINY, Stored, checksum, padded
 
 logger = logging.getLogger(__name__)
 
@@ -550,7 +551,7 @@ def _require_all(metadata: Metadata) -> None:
     Raises:
         IncompleteCheckpointError: naming what is not.
     """
-    lost = _dcp.lost(metadata, metadata.state_dict_metadata)
+    lost = _dcp.unstored(metadata, metadata.state_dict_metadata)
     if lost:
         raise IncompleteCheckpointError(
             "no process wrote these items, so the checkpoint was not committed: "
