@@ -325,7 +325,7 @@ def test_stock_torch_runs_a_payload_in_this_place(place, canary, tmp_path):
     assert came_alive(canary)
 
 
-def test_what_is_put_together_by_hand_is_a_checkpoint(tmp_path):
+def test_the_hand_made_checkpoint_loads(tmp_path):
     path = stock(tmp_path / "checkpoint", harmless())
     assert xc.verify(path).ok
     for target in (load(path), {"t": torch.zeros(6), "step": 0}):
@@ -353,7 +353,7 @@ def test_code_in_stock_metadata_is_refused_by_every_reader(name, canary, tmp_pat
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
-def test_code_in_metadata_is_not_run_by_saving_over_it(name, canary, tmp_path):
+def test_saving_over_metadata_does_not_run_code_in_it(name, canary, tmp_path):
     for place in PLACES:
         path = poisoned(tmp_path / "checkpoint", place, payload(name, canary))
         xc.save({"t": SAVED, "step": 7}, path, sync=False)
@@ -397,7 +397,7 @@ def publish(path, pickled, manifest):
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
-def test_code_in_our_metadata_with_a_fitting_last_line_never_runs(name, canary, tmp_path):
+def test_code_in_our_metadata_with_valid_checksums_never_runs(name, canary, tmp_path):
     path = tmp_path / "checkpoint"
     for place in ("all of it", "behind the metadata", "planner_data"):
         pickled, manifest, top = ours(path)
@@ -422,7 +422,7 @@ def test_code_in_our_metadata_with_a_fitting_last_line_never_runs(name, canary, 
 
 
 @pytest.mark.parametrize("opcode", [b"P5\n", text("x") + b"Q", text("storage") + b"\x85Q"], ids=repr)
-def test_references_out_of_the_metadata_are_refused(opcode, canary, tmp_path):
+def test_persistent_ids_in_metadata_are_refused(opcode, canary, tmp_path):
     path = poisoned(tmp_path / "checkpoint", "planner_data", opcode)
     for read in READERS.values():
         refuses(read, path, canary)
@@ -450,7 +450,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_metadata_costs_no_more_time_and_memory_than_it_has_bytes(name, tmp_path):
+def test_metadata_that_multiplies_its_data_is_handled_quickly(name, tmp_path):
     for place in PLACES:
         path = poisoned(tmp_path / "checkpoint", place, BOMBS[name])
         is_ok(path)
@@ -468,7 +468,7 @@ def test_metadata_of_a_newer_torch_with_more_fields_is_read(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(("module", "name"), [name.rsplit(".", 1) for name in sorted(metadata_file._TABLE.values)])
-def test_reading_metadata_changes_nothing_that_it_names(module, name, tmp_path):
+def test_reading_metadata_does_not_change_the_named_classes_and_functions(module, name, tmp_path):
     """BUILD sets attributes of whatever lies on the stack, of classes, functions and members of enumerations too."""
     before = everything_admitted()
     new = b"}" + text("polluted") + b"Ns"
@@ -537,7 +537,7 @@ def test_code_in_a_stock_item_is_refused(key, name, canary, tmp_path):
                 refuses(functools.partial(load, trust_pickle=True), path, canary, ("'t'",))
 
 
-def test_a_stock_tensor_item_runs_when_torch_is_told_to_trust_it(canary):
+def test_torch_load_runs_the_payload_in_a_stock_tensor_item(canary):
     body = payload("GLOBAL", canary)
     torch.load(io.BytesIO(archive(b"\x80\x02" + body + b".")), weights_only=False)
     assert came_alive(canary)
@@ -554,7 +554,7 @@ OBJECTS = {
 
 
 @pytest.mark.parametrize("how", OBJECTS)
-def test_code_in_an_object_of_ours_is_refused_although_its_checksum_fits(how, canary, tmp_path):
+def test_code_in_an_object_with_a_valid_checksum_is_refused(how, canary, tmp_path):
     xc.save({"t": SAVED, "step": OBJECTS[how](str(canary))}, tmp_path / "checkpoint")
     assert not canary.exists() and xc.verify(tmp_path / "checkpoint").ok
     error = refuses(load, tmp_path / "checkpoint", canary, ("'step'",))
@@ -563,7 +563,7 @@ def test_code_in_an_object_of_ours_is_refused_although_its_checksum_fits(how, ca
     assert came_alive(canary)
 
 
-def test_a_tensor_item_that_is_an_object_of_another_kind_is_damage(tmp_path, canary):
+def test_a_tensor_item_without_the_tensor_is_reported_as_damage(tmp_path, canary):
     for value in (5, {"a": 1}, torch.arange(7.0), [torch.arange(6.0)], torch.zeros(6, device="meta")):
         path = stock(tmp_path / "checkpoint", {**harmless(), "t": (tensor_entry(SAVED), saved_by_torch(value))})
         assert isinstance(refuses(load, path, canary, ("'t'",)), xc.CorruptCheckpointError)
@@ -581,7 +581,7 @@ def swollen(value, claimed):
     return archive(pickled, records)
 
 
-def test_a_tensor_that_claims_memory_behind_its_bytes_is_refused(tmp_path, canary):
+def test_a_tensor_larger_than_its_storage_is_refused(tmp_path, canary):
     """Reading it would show, and writing to it change, whatever lies there."""
     large = torch.zeros(1000)
     item = swollen(torch.arange(6.0), 1000)
@@ -621,7 +621,7 @@ FORGED = {
 
 
 @pytest.mark.parametrize("how", FORGED)
-def test_a_numpy_type_that_reaches_into_foreign_memory_is_refused(how, tmp_path, canary):
+def test_a_numpy_dtype_that_reaches_outside_of_its_array_is_refused(how, tmp_path, canary):
     """numpy believes the flags, offsets and sizes that a pickle gives a dtype. Nothing here looks at the array."""
     value = array_with(FORGED[how], (0x4141414141414141).to_bytes(8, "little"))
     path = tmp_path / "checkpoint"
@@ -684,7 +684,7 @@ def is_ok(path):
         return False
 
 
-def test_saving_over_a_checkpoint_removes_its_files_and_no_others(tmp_path):
+def test_saving_over_a_checkpoint_removes_only_checkpoint_files(tmp_path):
     """Metadata that names somebody's own file must not have it deleted."""
     path = tmp_path / "checkpoint"
 
@@ -726,7 +726,7 @@ ODD = [paths_in, None, True, -1, 0.5, 1 << 62, 1 << 70, "", "x", "zz" * 8, "floa
 
 
 @pytest.mark.parametrize("odd", ODD, ids=lambda odd: "deleted" if odd is paths_in else repr(odd))
-def test_a_nonsensical_manifest_with_fitting_checksums_is_an_error_of_ours(odd, tmp_path):
+def test_a_nonsensical_manifest_with_valid_checksums_raises_a_checkpoint_error(odd, tmp_path):
     path = tmp_path / "checkpoint"
     pickled, _, top = ours(path)
     del top["xxh3_64"]
@@ -757,7 +757,7 @@ RAW = ("KeyError", "TypeError", "IndexError", "AttributeError", "OverflowError",
     [b"", b"{", b"[]", b"null", b'"x"', b"[" * 100_000, b'{"a":' * 50_000, b"\xff\xfe", b'{"format": 1}', b"{}" * 9],
     ids=lambda data: repr(data[:12]),
 )
-def test_a_manifest_that_is_no_manifest_is_an_error_of_ours(manifest, tmp_path):
+def test_a_file_that_is_no_manifest_raises_a_checkpoint_error(manifest, tmp_path):
     path = tmp_path / "checkpoint"
     pickled, _, _ = ours(path)
     body = manifest[:-1] + b","
@@ -769,7 +769,7 @@ def test_a_manifest_that_is_no_manifest_is_an_error_of_ours(manifest, tmp_path):
         assert not is_ok(path)
 
 
-def test_a_manifest_of_a_later_version_says_so(tmp_path):
+def test_a_manifest_of_a_later_version_is_refused_with_both_versions(tmp_path):
     path = tmp_path / "checkpoint"
     pickled, _, top = ours(path)
     publish(path, pickled, sealed({**top, "version": 2}))
@@ -823,7 +823,7 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("how", NONSENSE)
-def test_nonsensical_stock_metadata_is_an_error_of_ours(how, tmp_path):
+def test_nonsensical_stock_metadata_raises_a_checkpoint_error(how, tmp_path):
     path = stock(tmp_path / "checkpoint", harmless(), NONSENSE[how])
     try:
         load(path)

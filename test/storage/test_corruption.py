@@ -393,6 +393,16 @@ def test_each_of_several_damages_is_reported(files):
     assert str(report).count("\n") == 3 and "DAMAGED" in str(report)
 
 
+def test_a_verify_report_is_false_if_the_checkpoint_is_damaged(files, tmp_path):
+    assert bool(xc.verify(files.path)) is xc.verify(files.path).ok is True
+    item = next(item for item in files.items if item.key == "model.small")
+    with flipped(files.path / item.file, item.offset + item.data, 0):
+        damaged = xc.verify(files.path)
+    assert bool(damaged) is damaged.ok is False and damaged.damages
+    incomplete = dataclasses.replace(damaged, damages=(), incomplete={"t": "[0:1) is missing"})
+    assert bool(incomplete) is incomplete.ok is False
+
+
 def test_only_the_damaged_block_is_reported(files):
     item = next(item for item in files.items if item.key == "model.large")
     with flipped(files.path / item.file, item.offset + BLOCK + 5, 0):
