@@ -3,7 +3,6 @@
 import io
 import logging
 import struct
-import threading
 import zipfile
 import zlib
 
@@ -13,7 +12,7 @@ import torch
 
 import torch_xla_ckpt as xc
 from torch_xla_ckpt.serialization.archive import Archive, ArchiveError
-from torch_xla_ckpt.serialization.objects import decode, encode
+from torch_xla_ckpt.serialization.objects import decode
 from torch_xla_ckpt.state.tree import MAX_DEPTH
 
 

@@ -148,8 +148,8 @@ def unstored(metadata: Metadata, keys: Iterable[str]) -> dict[str, list[str]]:
     result is empty.
 
     Args:
-        metadata: The checkpoint's metadata.
-        keys: Keys of the checkpoint.
+        metadata: the checkpoint's metadata.
+        keys: keys of the checkpoint.
 
     Returns:
         For each key with such items, a description of each item.
@@ -174,7 +174,7 @@ def cover_flaws(saved: TensorStorageMetadata) -> tuple[Flaw, ...]:
     """Return regions of a saved tensor that its chunks do not cover exactly once, at most three; none if all is well.
 
     Raises:
-        ValueError: A chunk has another number of dimensions than the tensor.
+        ValueError: a chunk has another number of dimensions than the tensor.
     """
     if is_one_chunk(saved):
         return ()

@@ -19,8 +19,8 @@ def no_checkpoint(folder: Folder, lacking: str = f"no {METADATA}") -> Checkpoint
     """Return the error that says why a folder holds no checkpoint, and which path or call to use.
 
     Args:
-        folder: The folder.
-        lacking: What the folder has instead of a checkpoint, such as "no .metadata".
+        folder: the folder.
+        lacking: what the folder has instead of a checkpoint, such as "no .metadata".
     """
     steps: list[int] = []
     with suppress(OSError, CheckpointError):  # the folder may not be listed; it holds no checkpoint all the same

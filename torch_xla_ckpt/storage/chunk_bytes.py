@@ -19,9 +19,9 @@ class ChunkBytes:
     """A saved chunk in C order in a buffer. Bytes that no request needs may be absent.
 
     Args:
-        item: The chunk's item.
-        view: The buffer.
-        offset: Position of the chunk's first byte in the buffer; negative if its first bytes are absent.
+        item: the chunk's item.
+        view: the buffer.
+        offset: position of the chunk's first byte in the buffer; negative if its first bytes are absent.
     """
 
     def __init__(self, item: ItemRead, view: memoryview, offset: int):

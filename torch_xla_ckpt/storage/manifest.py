@@ -39,8 +39,8 @@ def check_user_metadata(value: Any) -> None:
     """Check that a manifest can hold the caller's ``user_metadata``, and that it can be read again.
 
     Raises:
-        TypeError: The value contains something that JSON lacks.
-        ValueError: The value contains NaN or an infinity, or is nested too deep.
+        TypeError: the value contains something that JSON lacks.
+        ValueError: the value contains NaN or an infinity, or is nested too deep.
     """
     level, depth = [value], 0
     try:
@@ -66,15 +66,15 @@ class Manifest:
     """A committed checkpoint.
 
     Args:
-        save_id: The id in the names of this save's files.
-        time: Time of the commit, ISO 8601 in UTC.
-        step: The training step; None if the caller gave none.
-        user_metadata: Any JSON value of the caller.
-        software: Versions of Python, torch and so on that wrote the checkpoint, by name.
+        save_id: the id in the names of this save's files.
+        time: time of the commit, ISO 8601 in UTC.
+        step: the training step; None if the caller gave none.
+        user_metadata: any JSON value of the caller.
+        software: versions of Python, torch and so on that wrote the checkpoint, by name.
         metadata: DCP's metadata. Its ``storage_data`` maps every item to its ``Stored``.
-        files: Size in bytes of each data file, by name.
-        planner_data_is_pickled: Whether only ``.metadata`` holds the planner's data, because it is no JSON.
-        writer: The process that committed the checkpoint, for people to read; "" if unknown.
+        files: size in bytes of each data file, by name.
+        planner_data_is_pickled: whether only ``.metadata`` holds the planner's data, because it is no JSON.
+        writer: the process that committed the checkpoint, for people to read; "" if unknown.
     """
 
     save_id: str
@@ -136,8 +136,8 @@ class Manifest:
         """Return the manifest in a file's bytes.
 
         Raises:
-            ValueError: The file is damaged.
-            CheckpointError: The manifest has a newer version.
+            ValueError: the file is damaged.
+            CheckpointError: the manifest has a newer version.
         """
         body, newline, seal = data.rpartition(b"\n")
         match = _SEAL.fullmatch(newline + seal)
@@ -178,7 +178,7 @@ def _check_owners(items: Iterable[Stored], files: Mapping[str, int]) -> None:
     """Check that every byte of every file belongs to exactly one item.
 
     Raises:
-        ValueError: Bytes of a file belong to two items, or to none.
+        ValueError: bytes of a file belong to two items, or to none.
     """
     spans: dict[str, list[tuple[int, int]]] = {name: [] for name in files}
     for item in items:
@@ -272,12 +272,12 @@ def _stored(item: Sequence[Any], names: Sequence[str], sharding: str | None) -> 
     """Return an item from JSON.
 
     Args:
-        item: The item's list.
-        names: Names of the data files.
-        sharding: The sharding of the item's tensor.
+        item: the item's list.
+        names: names of the data files.
+        sharding: the sharding of the item's tensor.
 
     Raises:
-        ValueError: The list does not name bytes of a file.
+        ValueError: the list does not name bytes of a file.
     """
     number, offset, length, data, checksums = item
     if not (

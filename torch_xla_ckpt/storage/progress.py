@@ -15,9 +15,9 @@ class Progress:
     """A progress bar in bytes, which appears on a terminal after a delay.
 
     Args:
-        operation: The word before the bar, such as "loading".
-        total: Returns the bytes of the whole operation. Called only if the bar may be shown.
-        shown: Show the bar. Otherwise all methods do nothing.
+        operation: the word before the bar, such as "loading".
+        total: returns the bytes of the whole operation. Called only if the bar may be shown.
+        shown: show the bar. Otherwise all methods do nothing.
 
     Raises:
         CheckpointError: ``shown`` is True and tqdm is not installed.

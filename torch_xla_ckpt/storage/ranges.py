@@ -21,10 +21,10 @@ def ranges_of(shape: Sequence[int], itemsize: int, offsets: Sequence[int], sizes
     Rows with a gap of at most ``MAX_GAP`` bytes share a range.
 
     Args:
-        shape: Shape of the array.
-        itemsize: Bytes of one element.
-        offsets: First index of the region in each dimension.
-        sizes: Extent of the region in each dimension. The region must not be empty.
+        shape: shape of the array.
+        itemsize: bytes of one element.
+        offsets: first index of the region in each dimension.
+        sizes: extent of the region in each dimension. The region must not be empty.
 
     Returns:
         An (n, 2) array of starts and stops, ascending.

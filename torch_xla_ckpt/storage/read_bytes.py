@@ -34,9 +34,9 @@ class JobReader:
     """Reads jobs, in any thread.
 
     Args:
-        folder: The checkpoint's folder.
-        target: The planner that owns the buffers.
-        verify: Check what is read against the manifest's checksums.
+        folder: the checkpoint's folder.
+        target: the planner that owns the buffers.
+        verify: check what is read against the manifest's checksums.
     """
 
     def __init__(self, folder: Folder, target: ReadTarget, verify: bool):
@@ -48,8 +48,8 @@ class JobReader:
         """Read the bytes of a job, check them, and fill the planner's buffers.
 
         Raises:
-            CorruptCheckpointError: Bytes are not what was written.
-            UnsafeObjectError: A tensor's item names something that could run code.
+            CorruptCheckpointError: bytes are not what was written.
+            UnsafeObjectError: a tensor's item names something that could run code.
         """
         items = [item for _, item in job.items]
         ranges = [item.ranges(self._verify) for item in items]
@@ -171,8 +171,8 @@ def _unpickled(item: ItemRead, stream: io.BytesIO) -> torch.Tensor:
     """Return the tensor in an item that only ``torch.load`` can read, without running code from it.
 
     Raises:
-        UnsafeObjectError: The item names something that could run code.
-        CorruptCheckpointError: The item holds no tensor of the chunk's shape.
+        UnsafeObjectError: the item names something that could run code.
+        CorruptCheckpointError: the item holds no tensor of the chunk's shape.
     """
     stored = item.stored
     try:

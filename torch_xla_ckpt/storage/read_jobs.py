@@ -16,12 +16,12 @@ class JobRunner:
     """Runs the read jobs of one load.
 
     Args:
-        folder: The checkpoint's folder.
-        reader: Reads the bytes of a job.
-        target: The planner that receives the results.
-        threads: Number of reading threads.
-        memory_budget: Host memory in bytes for what is read and not committed yet.
-        progress: The progress bar.
+        folder: the checkpoint's folder.
+        reader: reads the bytes of a job.
+        target: the planner that receives the results.
+        threads: number of reading threads.
+        memory_budget: host memory in bytes for what is read and not committed yet.
+        progress: the progress bar.
     """
 
     def __init__(

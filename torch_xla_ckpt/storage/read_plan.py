@@ -28,12 +28,12 @@ class ItemRead:
     """One saved item, and the parts of it that a load needs.
 
     Args:
-        key: The item's key in the checkpoint.
-        stored: The place of the item's bytes.
+        key: the item's key in the checkpoint.
+        stored: the place of the item's bytes.
         saved: DCP's metadata of the tensor; None for objects.
-        shape: Shape of the saved chunk; empty for objects.
+        shape: shape of the saved chunk; empty for objects.
         requests: DCP's orders to read regions of this item.
-        needed_bytes: Bytes of all requested regions.
+        needed_bytes: bytes of all requested regions.
     """
 
     key: str
@@ -67,7 +67,7 @@ class ItemRead:
         """Return the byte ranges of the file to read, ascending.
 
         Args:
-            verify: Read whole blocks where the item has checksums.
+            verify: read whole blocks where the item has checksums.
         """
         stored = self.stored
         if verify and stored.checksums is not None and stored.extent <= BLOCK:
@@ -94,10 +94,10 @@ class KeyReads:
     Reads of one key follow one another, so that only few tensors are incomplete at a time.
 
     Args:
-        is_tensor: Whether the key is a tensor.
-        buffer_bytes: Host memory in bytes that the tensor's buffers take until it is complete.
-        items: The saved items to read.
-        uncommitted: Number of items that the planner has not received yet.
+        is_tensor: whether the key is a tensor.
+        buffer_bytes: host memory in bytes that the tensor's buffers take until it is complete.
+        items: the saved items to read.
+        uncommitted: number of items that the planner has not received yet.
     """
 
     is_tensor: bool
@@ -116,10 +116,10 @@ class ReadJob:
     """Items that one thread reads together.
 
     Args:
-        items: Each item with the key's reads to which it belongs.
-        buffer_bytes: Host memory in bytes for the buffers of the tensors whose first item is in this job.
-        working_bytes: Host memory in bytes that is in use only while the job runs.
-        bytes_read: Bytes read from files so far.
+        items: each item with the key's reads to which it belongs.
+        buffer_bytes: host memory in bytes for the buffers of the tensors whose first item is in this job.
+        working_bytes: host memory in bytes that is in use only while the job runs.
+        bytes_read: bytes read from files so far.
     """
 
     items: list[tuple[KeyReads, ItemRead]] = field(default_factory=list)
@@ -138,12 +138,12 @@ def reads_by_key(requests: Sequence[ReadItem], metadata: Metadata, sink: LoadSin
     """Group DCP's read requests by key, in the order in which the items lie in the files.
 
     Args:
-        requests: The requests of a load plan.
+        requests: the requests of a load plan.
         metadata: DCP's metadata of the checkpoint.
-        sink: The planner, if it is a ``LoadSink``; it knows how much host memory each tensor takes.
+        sink: the planner, if it is a ``LoadSink``; it knows how much host memory each tensor takes.
 
     Raises:
-        CorruptCheckpointError: The metadata lists an item that no file holds.
+        CorruptCheckpointError: the metadata lists an item that no file holds.
     """
     by_key: dict[str, KeyReads] = {}
     items: dict[tuple[str, MetadataIndex], ItemRead] = {}
@@ -173,7 +173,7 @@ def _item_read(
     Args:
         index: DCP's name of the item.
         metadata: DCP's metadata of the checkpoint.
-        shapes: A cache of each tensor's chunk shapes by chunk offset.
+        shapes: a cache of each tensor's chunk shapes by chunk offset.
     """
     saved = metadata.state_dict_metadata[index.fqn]
     try:
@@ -194,8 +194,8 @@ def jobs_of(reads: Sequence[KeyReads], remote: bool) -> Iterator[ReadJob]:
     """Cut the reads into jobs, in order.
 
     Args:
-        reads: The reads of each key.
-        remote: Whether the bytes of a job are held in memory while it runs. Local files are memory-mapped.
+        reads: the reads of each key.
+        remote: whether the bytes of a job are held in memory while it runs. Local files are memory-mapped.
     """
     job, size = ReadJob(), 0
     for key_reads in reads:
@@ -219,8 +219,8 @@ def windows_of(items: Sequence[ItemRead], ranges: Sequence[Sequence[Range]]) -> 
     """Join the byte ranges of neighbouring items into windows.
 
     Args:
-        items: Saved items.
-        ranges: For each item, the byte ranges of its file to read, ascending.
+        items: saved items.
+        ranges: for each item, the byte ranges of its file to read, ascending.
 
     Returns:
         The windows, and for each item the number of its window; -1 if the item needs no bytes.

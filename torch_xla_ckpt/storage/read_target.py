@@ -40,7 +40,7 @@ class ReadTarget:
         """Return the planner's buffer for a requested region.
 
         Raises:
-            CheckpointError: The buffer has another shape than the region.
+            CheckpointError: the buffer has another shape than the region.
         """
         with self._calling:
             target = self._planner.resolve_tensor(request).detach()

@@ -1,8 +1,8 @@
 """ShardReader: DCP storage that reads the bytes a load needs, each once, and checks them.
 
-This module implements DCP's ``StorageReader``. ``read_plan`` decides what is read in which order, ``read_jobs`` runs the
-threads, and ``read_bytes`` reads, checks and decodes. Reading threads get bytes from memory maps or by concurrent
-requests and fill the planner's buffers. The caller's thread commits finished tensors meanwhile, so that tensors reach
+This module implements DCP's ``StorageReader``. ``read_plan`` decides what is read in which order, ``read_jobs`` runs
+the threads, and ``read_bytes`` reads, checks and decodes. Reading threads get bytes from memory maps or by concurrent
+requests, and fill the planner's buffers. Meanwhile the caller's thread commits finished tensors, so that tensors reach
 their devices while more bytes arrive.
 """
 
@@ -43,9 +43,9 @@ class ReadStats:
     """Bytes that a reader handled since its last ``read_metadata``.
 
     Args:
-        bytes_read: Bytes read from data files. A byte that was read twice counts twice. Whole blocks, when checksums
+        bytes_read: bytes read from data files. A byte that was read twice counts twice. Whole blocks, when checksums
             are verified.
-        bytes_needed: Bytes of the tensors and objects that the planner requested.
+        bytes_needed: bytes of the tensors and objects that the planner requested.
     """
 
     bytes_read: int = 0
@@ -67,30 +67,30 @@ class ShardReader(StorageReader):
     have no manifest and so no checksums; their items are read whole.
 
     Args:
-        path: The checkpoint's folder: a local path or any fsspec URL.
-        verify: Check everything that is read against the manifest's checksums. Without checks, damage stays unnoticed
+        path: the checkpoint's folder: a local path or any fsspec URL.
+        verify: check everything that is read against the manifest's checksums. Without checks, damage stays unnoticed
             unless a file is too short. Default: True.
-        memory_budget: Host memory in bytes for what is read and not committed yet. Default: 1 GiB. One tensor's local
+        memory_budget: host memory in bytes for what is read and not committed yet. Default: 1 GiB. One tensor's local
             shards and the largest of its chunks may exceed the budget. Memory maps do not count.
-        threads: Number of threads that read and check. Default: one for each core, at most 8; 8 for URLs.
-        storage_options: Options of the fsspec filesystem behind a URL, such as ``{"anon": True}`` or
+        threads: number of threads that read and check. Default: one for each core, at most 8; 8 for URLs.
+        storage_options: options of the fsspec filesystem behind a URL, such as ``{"anon": True}`` or
             ``{"endpoint_url": ...}``. Local paths ignore them. Default: none.
-        request_timeout: Seconds that a remote store may take for one request, plus one second for each MiB in the
+        request_timeout: seconds that a remote store may take for one request, plus one second for each MiB in the
             request. Default: 600.
-        progress: Show a progress bar on a terminal if loading takes long. Needs tqdm. Default: False.
+        progress: show a progress bar on a terminal if loading takes long. Needs tqdm. Default: False.
 
     Attributes:
-        location: The checkpoint's folder.
-        stats: Bytes read and needed since the last ``read_metadata``, a ``ReadStats``.
-        manifest: The checkpoint's ``Manifest``, once its metadata has been read; None if another writer wrote the
+        location: the checkpoint's folder.
+        stats: bytes read and needed since the last ``read_metadata``, a ``ReadStats``.
+        manifest: the checkpoint's ``Manifest``, once its metadata has been read; None if another writer wrote the
             checkpoint.
-        version: A checksum of ``.metadata`` as it was read.
+        version: a checksum of ``.metadata`` as it was read.
 
     Raises (inside DCP's ``CheckpointException``; ``torch_xla_ckpt.load`` unwraps it):
-        CorruptCheckpointError: Bytes are not what was written. Key, file and byte range are named.
-        ReplacedCheckpointError: Another save replaced the checkpoint while it was read.
+        CorruptCheckpointError: bytes are not what was written. Key, file and byte range are named.
+        ReplacedCheckpointError: another save replaced the checkpoint while it was read.
         UnsafeObjectError: ``.metadata`` or a tensor's item names something that could run code.
-        CheckpointError: The folder holds no checkpoint. If it is the folder of a run, the run's steps are named.
+        CheckpointError: the folder holds no checkpoint. If it is the folder of a run, the run's steps are named.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class ShardReader(StorageReader):
         """Forget the checkpoint that was read last.
 
         Args:
-            checkpoint_id: The next checkpoint to read. Default: the one at the same path.
+            checkpoint_id: the next checkpoint to read. Default: the one at the same path.
         """
         if checkpoint_id is not None:
             self.location = Location.of(checkpoint_id, self._storage_options, request_timeout=self._request_timeout)
@@ -156,7 +156,7 @@ class ShardReader(StorageReader):
         """Within the block, read only the checkpoint whose metadata was read last.
 
         Raises (where metadata is read):
-            ReplacedCheckpointError: Another checkpoint is there now.
+            ReplacedCheckpointError: another checkpoint is there now.
         """
         self._pinned = True
         try:
@@ -217,7 +217,7 @@ class ShardReader(StorageReader):
         """Make sure that what looks like damage is not a replaced checkpoint.
 
         Args:
-            error: The error that reports damage.
+            error: the error that reports damage.
 
         Raises:
             ReplacedCheckpointError: ``.metadata`` has changed since it was read.
@@ -227,8 +227,8 @@ class ShardReader(StorageReader):
 
     def _replaced(self) -> ReplacedCheckpointError:
         return ReplacedCheckpointError(
-            f"the checkpoint in {self.location} was replaced or removed while it was read. The checkpoint that is there "
-            "now may be whole: load again"
+            f"the checkpoint in {self.location} was replaced or removed while it was read. The checkpoint that is now "
+            "there may be whole: load again"
         )
 
     def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:

@@ -22,13 +22,13 @@ class Stored(NamedTuple):
     """Where one item lies. The first three fields have DCP's names.
 
     Args:
-        relative_path: Name of the data file.
-        offset: Position of the item's first byte in the data file.
-        length: Bytes of the item, as stock DCP reads it.
-        data: Position of the tensor's first element in the item. None for objects, and for tensors that only
+        relative_path: name of the data file.
+        offset: position of the item's first byte in the data file.
+        length: bytes of the item, as stock DCP reads it.
+        data: position of the tensor's first element in the item. None for objects, and for tensors that only
             ``torch.load`` can read.
         checksums: XXH3-64 of each block, 8 bytes each, big-endian. None where the checkpoint has no checksums.
-        sharding: The live tensor's sharding, for people to read.
+        sharding: the live tensor's sharding, for people to read.
         transform_descriptors: DCP's extensions that wrote the item. This package never uses extensions.
     """
 

@@ -35,14 +35,14 @@ class VerifyReport:
     """The result of ``verify``. ``bool(report)`` is ``report.ok``: False if damage was found.
 
     Args:
-        path: The checkpoint's folder.
-        damages: Each run of damaged bytes: file, byte range, the keys that need these bytes, and the problem.
-        incomplete: Tensors whose chunks do not cover them exactly once, and the regions where they do not.
-        files: Number of data files read.
-        bytes_read: Bytes read from data files.
+        path: the checkpoint's folder.
+        damages: each run of damaged bytes: file, byte range, the keys that need these bytes, and the problem.
+        incomplete: tensors whose chunks do not cover them exactly once, and the regions where they do not.
+        files: number of data files read.
+        bytes_read: bytes read from data files.
         checked_by: "xxh3_64", or "crc32" for a checkpoint without a manifest.
-        unchecked: Keys of items with bytes that have no checksum. Damage of these bytes cannot be found.
-        bytes_unchecked: Number of bytes without a checksum.
+        unchecked: keys of items with bytes that have no checksum. Damage of these bytes cannot be found.
+        bytes_unchecked: number of bytes without a checksum.
     """
 
     path: str
@@ -94,16 +94,16 @@ def verify(
     and no device is needed.
 
     Args:
-        path: The checkpoint's folder: a local path or any fsspec URL.
-        storage_options: Options of the fsspec filesystem behind a URL, such as ``{"anon": True}`` or
+        path: the checkpoint's folder: a local path or any fsspec URL.
+        storage_options: options of the fsspec filesystem behind a URL, such as ``{"anon": True}`` or
             ``{"endpoint_url": ...}``. Local paths ignore them. Default: none.
-        progress: Show a progress bar on a terminal if verifying takes long. Needs tqdm. Default: False.
+        progress: show a progress bar on a terminal if verifying takes long. Needs tqdm. Default: False.
 
     Returns:
         The report. It is true if no damage was found, so that ``if not verify(path): ...`` handles damage.
 
     Raises:
-        CheckpointError: The folder holds no checkpoint, or the storage does not give access to all of it. If it is the
+        CheckpointError: the folder holds no checkpoint, or the storage does not give access to all of it. If it is the
             folder of a run, the run's steps are named.
         UnsafeObjectError: ``.metadata`` names something that could run code.
     """
@@ -139,7 +139,7 @@ def _ranks(folder: Folder) -> list[int | None]:
     """Return the ranks that have a checkpoint of their own; [None] if there is one checkpoint of all ranks.
 
     Raises:
-        CheckpointError: The folder holds no checkpoint.
+        CheckpointError: the folder holds no checkpoint.
     """
     if version_of(folder) is not None:
         return [None]
@@ -208,9 +208,9 @@ def _committed(folder: Folder, rank: int | None, damages: list[Damage]) -> Commi
     """Return the folder's checkpoint. If either ``.metadata`` or the manifest is damaged, read the other one.
 
     Args:
-        folder: The checkpoint's folder.
-        rank: The rank that saved by itself; None for the checkpoint of all ranks.
-        damages: The list to which such damage is added.
+        folder: the checkpoint's folder.
+        rank: the rank that saved by itself; None for the checkpoint of all ranks.
+        damages: the list to which such damage is added.
     """
     try:
         return committed(folder, rank)

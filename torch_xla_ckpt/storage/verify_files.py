@@ -24,9 +24,9 @@ class FileCheck(NamedTuple):
     """The result for one data file.
 
     Args:
-        damages: Each run of damaged bytes.
-        bytes_read: Bytes read from the file.
-        unchecked: Key and number of bytes for each item with bytes that have no checksum.
+        damages: each run of damaged bytes.
+        bytes_read: bytes read from the file.
+        unchecked: key and number of bytes for each item with bytes that have no checksum.
     """
 
     damages: list[Damage]
@@ -58,14 +58,14 @@ def check_file(
     """Read a data file and check all of its items.
 
     Args:
-        folder: The checkpoint's folder.
-        name: The file's name.
-        items: Key and place of each item in the file.
-        size: The file's size in bytes by the manifest; None for a checkpoint without a manifest.
-        bar: The progress bar.
+        folder: the checkpoint's folder.
+        name: the file's name.
+        items: key and place of each item in the file.
+        size: the file's size in bytes by the manifest; None for a checkpoint without a manifest.
+        bar: the progress bar.
 
     Raises:
-        CheckpointError: The storage does not give access to the file.
+        CheckpointError: the storage does not give access to the file.
     """
     keys = tuple(dict.fromkeys(key for key, _ in items))
     end = max(item.offset + (item.length if size is None else item.extent) for _, item in items)
@@ -91,9 +91,9 @@ def cannot_verify(folder: Folder, what: str, error: Exception) -> CheckpointErro
     """Return the error for a file that cannot be read, which says nothing about its content.
 
     Args:
-        folder: The checkpoint's folder.
-        what: The file that was read.
-        error: The error of the storage.
+        folder: the checkpoint's folder.
+        what: the file that was read.
+        error: the error of the storage.
     """
     return CheckpointError(
         f"cannot verify {folder.url}: reading {what} failed ({type(error).__name__}: {error}). The checkpoint may be "
