@@ -1,4 +1,4 @@
-"""One parser reads an item, and refuses every file that another parser could read differently."""
+"""The archive parser refuses every file that another parser could read differently."""
 
 import io
 import logging
@@ -23,7 +23,7 @@ def saved(value):
 
 
 def zipped(members, prepended=0, comment=b""):
-    """A zip file by hand, whose directory tells offsets as if ``prepended`` bytes came before."""
+    """A hand-made zip file. Its directory has offsets as if ``prepended`` bytes came before the file."""
     out = directory = b""
     for name, content in members:
         fields = (0, 0x21, zlib.crc32(content), len(content), len(content), len(name), 0)
@@ -85,7 +85,7 @@ def test_an_ambiguous_archive_is_refused(how):
 
 
 def test_an_archive_of_more_than_4_gigabytes_is_read(tmp_path):
-    """Beyond 4 GiB torch writes sizes and offsets of 64 bits; the file is sparse."""
+    """Beyond 4 GiB torch writes sizes and offsets of 64 bits. The file is sparse."""
     with open(tmp_path / "huge", "w+b") as file:
         with torch.serialization.skip_data():
             torch.save([torch.empty(5 << 30, dtype=torch.uint8), torch.empty(3)], file)
@@ -127,7 +127,7 @@ def dtype_state(names, offset_of, size):
 
 
 def nested_dtype(levels):
-    """A dtype of two fields that lie over each other, each with two such fields, and so on."""
+    """A dtype with two overlapping fields, each of which has two such fields, and so on."""
     made = (
         named("numpy", "dtype")
         + unicode("b")
@@ -160,7 +160,7 @@ BOMBS = {
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_pickle_that_multiplies_its_data_is_refused(name):
-    """Without a limit each of these takes minutes or gigabytes, or overflows the stack."""
+    """Without a limit each of these pickles takes minutes or gigabytes, or overflows the stack."""
     with pytest.raises(xc.UnsafeObjectError, match="'key'"):
         decode("key", io.BytesIO(zipped(members(b"\x80\x02" + BOMBS[name] + b"."))), (), False)
 

@@ -1,4 +1,4 @@
-"""Objects come back equal, and nothing that a file names is run."""
+"""Objects come back equal, and loading runs no code from the file."""
 
 import collections
 import dataclasses

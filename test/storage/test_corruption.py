@@ -1,6 +1,6 @@
-"""Every bit of every file counts: whatever is not as it was written is found, and laid at the right door.
+"""Damage in any file of a checkpoint is found, and reported with the right key, file and byte range.
 
-Bits are flipped in place and flipped back, so one checkpoint serves for hundreds of positions.
+Bits are flipped in place and flipped back, so that one checkpoint serves for hundreds of positions.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from support.meshes import holds, mesh, put, random_bits, same_bits
 BLOCK = 4 << 20
 SEAL = 2 + len("torch_xla_ckpt") + 3 * 17  # the last line of .metadata, with the line breaks around it
 
-# A tensor of four blocks whose zip tail lies in a block of its own, so that loading never looks at it.
+# A tensor of four blocks whose zip tail lies in a block of its own, so that loading never reads the tail.
 LARGE = (4 * BLOCK - 640) // 4
 HOST = {
     "large": random_bits((LARGE,), torch.float32, 1),
@@ -57,7 +57,7 @@ def is_whole(state):
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """Where an item lies, from the manifest's own text: docs/format.md, read a second time."""
+    """The place of an item, parsed from the manifest as docs/format.md describes it."""
 
     key: str
     file: str
@@ -68,11 +68,11 @@ class Item:
 
     @property
     def end(self):
-        """With the zeros up to the next item."""
+        """The end of the item with the zeros behind it."""
         return self.offset + -(-self.length // 64) * 64
 
     def is_needed(self, position):
-        """Whether loading the whole item looks at the block in which a position lies."""
+        """Whether loading the whole item reads the block of a position."""
         if self.data is None:
             return True
         first, last = self.data // BLOCK, (self.data + self.nbytes - 1) // BLOCK
@@ -81,7 +81,7 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """A checkpoint's files by what they are."""
+    """The files of a checkpoint by kind."""
 
     path: object
     manifest: str
@@ -121,7 +121,7 @@ def save(path, by=1, **options):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A checkpoint with several data files. Whoever changes it puts it back."""
+    """A checkpoint with several data files. A test that changes it changes it back."""
     files = files_of(save(tmp_path_factory.mktemp("saved") / "checkpoint"))
     assert len(files.data) == 3 and {item.key for item in files.items} == KEYS
     yield files
@@ -131,7 +131,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def copy(files, tmp_path):
-    """A copy to destroy."""
+    """A copy of the checkpoint, which a test may damage."""
     return files_of(shutil.copytree(files.path, tmp_path / "checkpoint"))
 
 
@@ -152,19 +152,19 @@ def flipped(path, position, bit):
 
 
 def load_errors(path, **options):
-    """What loading everything says; None if every bit came back. Anything else fails the test."""
+    """Load everything. Return the error that reports damage, or None if every bit came back."""
     state = target()
     try:
         xc.load(state, path, **options)
     except xc.CorruptCheckpointError as error:
-        assert error.damages, f"an error that names no damage: {error}"
+        assert error.damages, f"an error without damages: {error}"
         return error
-    assert is_whole(state), "loaded, and not what was saved"
+    assert is_whole(state), "the loaded values are not the saved ones"
     return None
 
 
 def spots(files, region):
-    """All stretches of a kind, as (file, start, stop)."""
+    """All byte ranges of a kind, as (file, start, stop)."""
     if region in ("manifest", "manifest's last line"):
         size, last = files.size(files.manifest), len('\n"xxh3_64": "0123456789abcdef"}')
         return [(files.manifest, *((0, size - last) if region == "manifest" else (size - last, size)))]
@@ -209,7 +209,7 @@ def test_verify_and_load_name_the_place_of_a_flipped_bit(files, region):
         ((name, start, stop),) = where
         sampled = [(name, position) for position in range(start, stop)]
         assert len(sampled) == FLIPS[region]
-    for number in range(FLIPS[region] - len(sampled)):  # each stretch once before any a second time
+    for number in range(FLIPS[region] - len(sampled)):  # every range once before any range a second time
         name, start, stop = where[number % len(where)]
         sampled.append((name, chance.randrange(start, stop)))
     wrong = []
@@ -232,7 +232,7 @@ def test_verify_and_load_name_the_place_of_a_flipped_bit(files, region):
 
 
 def covers(damages, name, position, keys=None):
-    """Whether one of the damages is this one, and none accuses another file."""
+    """Whether the damages include this position, and name no other file."""
     return {damage.file for damage in damages} == {name} and any(
         damage.start <= position < damage.stop and keys in (None, set(damage.keys)) for damage in damages
     )
@@ -258,7 +258,7 @@ def test_a_truncated_file_is_reported_with_its_keys(copy, which):
         report = xc.verify(copy.path)
         lost = {item.key for item in copy.items if item.file == name and item.end > length}
         expected = KEYS if name not in copy.data else lost
-        # A pickle that ends early does not say which keys there were, unless the manifest can still be found.
+        # A pickle that ends early does not tell the keys, unless the manifest can still be found.
         unknown = name == ".metadata" and length < len(whole) - SEAL
         assert not report.ok and {damage.file for damage in report.damages} == {name}, (length, report)
         assert set(report.keys) == expected or (unknown and not report.keys), (length, report)
@@ -354,7 +354,7 @@ def test_metadata_of_another_checkpoint_is_reported(copy, other):
 
 @pytest.mark.parametrize("both", [("data", "data"), ("manifest", "data"), ("manifest", "metadata")], ids=str)
 def test_files_mixed_from_two_checkpoints_are_reported(copy, other, both):
-    """Each file is whole; they do not belong together."""
+    """Each file is undamaged, but the files do not belong together."""
     if "data" in both:
         shutil.copyfile(other.path / other.data[0], copy.path / copy.data[0])
     if "manifest" in both:
@@ -456,7 +456,7 @@ def test_a_load_that_needs_no_damaged_bytes_succeeds(files, damaged):
 
 
 class Rows(dcp.DefaultLoadPlanner):
-    """Loads some rows of a tensor and nothing else: DCP's planner, with the target moved down by ``first`` rows."""
+    """DCP's planner, changed to load only some rows of a tensor, from row ``first`` on."""
 
     def __init__(self, first):
         super().__init__()
@@ -512,7 +512,7 @@ def test_dcp_load_raises_dcps_exception_with_our_cause(files):
 
 
 def test_a_failed_load_onto_a_mesh_leaves_each_tensor_loaded_or_untouched(files):
-    """Half of a damaged tensor must never reach a device."""
+    """No part of a damaged tensor may reach a device."""
     item = next(item for item in files.items if item.key == "model.sharded")
     state = {"model": {key: put(torch.zeros_like(host), mesh((2, 4)), None) for key, host in HOST.items()}}
     state["model"]["sharded"] = put(torch.zeros_like(HOST["sharded"]), mesh((2, 4)), ("b", "a"))
@@ -555,7 +555,7 @@ def flip(data, position):
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_flipped_bits_of_stock_tensors_and_objects_are_found_by_their_crc(tmp_path, threads):
-    """Stock DCP writes a CRC-32 that nobody reads; we do."""
+    """Stock DCP writes a CRC-32 and never checks it; ``verify`` does."""
     state = {"model": {key: HOST[key] for key in ("rows", "small", "flags")}, **OBJECTS}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path, thread_count=threads))
     report = xc.verify(tmp_path)
@@ -568,7 +568,7 @@ def test_flipped_bits_of_stock_tensors_and_objects_are_found_by_their_crc(tmp_pa
         if index.fqn.startswith("model."):
             raw = bytes(HOST[index.fqn[6:]].reshape(-1).view(torch.uint8).numpy())
         else:
-            raw = b"\x80\x02"  # the beginning of the pickle
+            raw = b"\x80\x02"  # the first bytes of the pickle
         for _ in range(5):
             position = place.offset + item.index(raw) + chance.randrange(len(raw))
             (tmp_path / name).write_bytes(flip(whole, position))
@@ -587,7 +587,7 @@ def test_flipped_bits_of_stock_tensors_and_objects_are_found_by_their_crc(tmp_pa
 
 
 def test_a_chunk_that_no_file_holds_is_reported_as_incomplete(tmp_path):
-    """Stock DCP's writer with threads can report success and have lost an item."""
+    """Stock DCP's writer with threads can lose an item and still report success."""
     state = {"t": put(HOST["sharded"], mesh((8,)), ("a", None)), "u": torch.ones(3)}
     xc.save(state, storage_writer=dcp.FileSystemWriter(tmp_path))
     metadata = dcp.FileSystemReader(tmp_path).read_metadata()
@@ -607,7 +607,7 @@ def test_a_chunk_that_no_file_holds_is_reported_as_incomplete(tmp_path):
 
 
 def resealed(path, edit):
-    """A manifest that somebody changed, with all checksums computed anew."""
+    """Change the manifest of a checkpoint, and compute all checksums again."""
     data = (path / ".metadata").read_bytes()
     pickled, save_id = data[:-67], data[-67:].split()[1].decode()
     manifest = path / f"manifest-{save_id}.json"
@@ -679,7 +679,7 @@ def test_impossible_file_names_are_reported_as_missing_files(tmp_path, name):
 
 @pytest.mark.parametrize("number", ["offset", "length"])
 def test_impossible_offsets_in_stock_metadata_are_reported(tmp_path, number):
-    """Python refuses to print one of more than 4300 digits."""
+    """Python refuses to print integers of more than 4300 digits."""
     dcp.save({"a": torch.arange(64.0)}, checkpoint_id=tmp_path)
     edited(tmp_path, **{number: 1 << 50_000})
     assert not xc.verify(tmp_path).ok
@@ -688,7 +688,7 @@ def test_impossible_offsets_in_stock_metadata_are_reported(tmp_path, number):
 
 
 def edited(stock, **places):
-    """Change where the metadata of a stock checkpoint says that its items lie."""
+    """Change the places of all items in the metadata of a stock checkpoint."""
     metadata = dcp.FileSystemReader(stock).read_metadata()
     for place in metadata.storage_data.values():
         vars(place).update(places)

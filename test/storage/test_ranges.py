@@ -1,4 +1,4 @@
-"""Only the bytes that are needed are read, each once: the arithmetic against brute force, and loads as they are."""
+"""A load reads only the bytes that it needs, each once: the arithmetic against brute force, and real loads."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ from support.meshes import holds, mesh, put, random_bits, same_bits, settle
 from torch_xla_ckpt.storage import ranges
 
 BLOCK = 4 << 20
-FRAME = 4096  # more than an item has beside its elements
+FRAME = 4096  # more bytes than an item has in addition to its elements
 
 
 # The arithmetic.
@@ -30,7 +30,7 @@ FRAME = 4096  # more than an item has beside its elements
 
 @st.composite
 def regions(draw, extent=9, dims=4):
-    """The shape of an array, and a region of it that has elements."""
+    """The shape of an array, and a region of it that is not empty."""
     shape = draw(st.lists(st.integers(1, extent), max_size=dims))
     offsets = [draw(st.integers(0, n - 1)) for n in shape]
     sizes = [draw(st.integers(1, n - offset)) for n, offset in zip(shape, offsets)]
@@ -38,14 +38,14 @@ def regions(draw, extent=9, dims=4):
 
 
 def wanted(shape, itemsize, offsets, sizes):
-    """For each byte of an array whether it belongs to a region."""
+    """For each byte of an array, whether the byte belongs to a region."""
     mask = np.zeros((*shape, itemsize), dtype=bool)
     mask[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))] = True
     return mask.reshape(-1)
 
 
 def runs(mask, gap):
-    """The runs of True, those that no more than ``gap`` bytes part taken together."""
+    """The runs of True. Runs with a gap of at most ``gap`` bytes count as one."""
     found = []
     for position in np.flatnonzero(mask).tolist():
         if found and position - found[-1][1] <= gap:
@@ -112,7 +112,7 @@ def test_blocks_of_names_exactly_the_touched_blocks(spans, block):
 
 
 class Requests:
-    """The byte ranges that were asked of a memory:// folder, which is read like an object store."""
+    """Records the byte ranges that are requested from memory:// folders, which are read like object stores."""
 
     def __init__(self, patched):
         self.seen = []
@@ -130,7 +130,7 @@ class Requests:
 
     @property
     def twice(self):
-        """Ranges that overlap another one."""
+        """Pairs of requested ranges that overlap."""
         pairs = itertools.pairwise(sorted(self.seen))
         return [(a, b) for a, b in pairs if a[0] == b[0] and b[1] < a[2]]
 
@@ -142,7 +142,7 @@ def requests(monkeypatch):
 
 @pytest.fixture
 def remote(request):
-    """A folder in memory, of this test alone."""
+    """A folder in memory that only this test uses."""
     url = f"memory://ranges/{abs(hash(request.node.nodeid))}"
     yield url
     filesystem = fsspec.filesystem("memory")
@@ -166,7 +166,7 @@ RESHARDINGS = {
 @pytest.mark.parametrize("verify", [True, False], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("case", RESHARDINGS)
 def test_resharding_requests_every_byte_once_and_few_others(case, verify, requests, remote):
-    """The requests that were really made: no two overlap, and the report counts all of them."""
+    """No two requests overlap, and the report counts all of them."""
     shape, *sides = RESHARDINGS[case]
     host = random_bits(shape, torch.int32)
     xc.save({"t": put(host, mesh(sides[0]), sides[1])}, remote)
@@ -232,7 +232,7 @@ def test_loading_an_object_reads_no_tensor(large):
 
 
 class Part(dcp.DefaultLoadPlanner):
-    """Loads a region of a tensor and nothing else: DCP's planner, with the target moved to ``offsets``."""
+    """DCP's planner, changed to load only a region of a tensor, which begins at ``offsets``."""
 
     def __init__(self, offsets):
         super().__init__()
@@ -249,7 +249,7 @@ class Part(dcp.DefaultLoadPlanner):
 
 
 def load_part(path, host, offsets, sizes, **options):
-    """Loads a region, and says what was read for it."""
+    """Load a region, and return the number of bytes read."""
     reader = xc.ShardReader(path, **options)
     part = torch.zeros(sizes, dtype=host.dtype)
     dcp.load({"t": part}, storage_reader=reader, planner=Part(offsets))
@@ -282,7 +282,7 @@ def test_loading_a_few_rows_of_a_large_chunk_reads_only_their_blocks(chunk, firs
 def test_loading_a_row_across_two_blocks_reads_both(chunk):
     path, host = chunk
     ((stored),) = xc.ShardReader(path).read_metadata().storage_data.values()
-    row = (BLOCK - stored.data) // (3072 * 4)  # the row that lies over the end of the first block
+    row = (BLOCK - stored.data) // (3072 * 4)  # the row that crosses the end of the first block
     assert load_part(path, host, (row, 0), (1, 3072)) == 2 * BLOCK
     assert load_part(path, host, (row - 1, 0), (1, 3072)) == load_part(path, host, (row + 1, 0), (1, 3072)) == BLOCK
 
@@ -292,7 +292,7 @@ def test_columns_of_long_rows_are_read_without_the_bytes_between_them(tmp_path):
     xc.save({"t": host}, tmp_path, sync=False)
     assert load_part(tmp_path, host, (3, 500), (15, 1000), verify=False) == 15 * 1000 * 4
     rows = host.nbytes // 20
-    near = 60_000 - ranges.MAX_GAP // 4  # what is left out of each row is as small as the gap that is read over
+    near = 60_000 - ranges.MAX_GAP // 4  # the gap between rows is MAX_GAP
     assert load_part(tmp_path, host, (0, 0), (20, near), verify=False) == 19 * rows + near * 4
     assert load_part(tmp_path, host, (0, 0), (20, near - 1), verify=False) == 20 * (near - 1) * 4
 
@@ -303,16 +303,16 @@ def test_any_region_is_loaded_exactly_and_reads_few_other_bytes(chunk, data):
     path, host = chunk
     offsets = [data.draw(st.integers(0, n - 1)) for n in host.shape]
     sizes = [data.draw(st.integers(1, min(300, n - offset))) for n, offset in zip(host.shape, offsets)]
-    span = ((sizes[0] - 1) * 3072 + sizes[1]) * 4  # these rows are nearer than the gap that is read over
+    span = ((sizes[0] - 1) * 3072 + sizes[1]) * 4  # the gap between these rows is less than MAX_GAP
     assert load_part(path, host, offsets, sizes, verify=False) == span
     assert span <= load_part(path, host, offsets, sizes) <= span + 2 * BLOCK
 
 
-# Memory that is handed over as it was read.
+# Memory that is passed on as it was read.
 
 
 def mapped_at(address):
-    """The file that is mapped at an address of this process; "" when none is."""
+    """The file that is mapped at an address of this process; "" if there is none."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             span, *_, name = [*line.split(maxsplit=5), ""][:6]
@@ -324,7 +324,7 @@ def mapped_at(address):
 
 @pytest.fixture
 def handed(monkeypatch):
-    """The files in whose maps the shards lay that went to devices."""
+    """For each shard that was put on a device, the file in whose memory map the shard lies."""
     seen = []
     real = _XLAC._load_local_shards
 

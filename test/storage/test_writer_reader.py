@@ -1,4 +1,4 @@
-"""ShardWriter and ShardReader as DCP storage: with any planner, beside stock storage, and what they say they did."""
+"""ShardWriter and ShardReader as DCP storage: with any planner, mixed with stock storage, and their options."""
 
 import io
 import itertools
@@ -43,7 +43,7 @@ def manifest_of(path):
 
 
 def cause(caught):
-    """What DCP has wrapped."""
+    """The error inside DCP's exception."""
     ((error, _),) = caught.value.failures.values()
     return error
 
@@ -59,7 +59,7 @@ DTYPES = [
 
 @st.composite
 def tensors(draw):
-    """0-d, empty, odd, and on both sides of the size from which ours writes a tensor apart from its neighbours."""
+    """0-d, empty and odd tensors, and tensors around the size from which ShardWriter writes a tensor separately."""
     dtype = draw(st.sampled_from(DTYPES))
     small = st.lists(st.integers(0, 7), max_size=4)
     around = st.integers((256 << 10) // dtype.itemsize - 700, (256 << 10) // dtype.itemsize + 9).map(lambda n: [n])
@@ -114,7 +114,7 @@ def test_tensors_that_end_near_the_end_of_a_block_come_back(tmp_path):
 
 
 class RawSave(dcp.DefaultSavePlanner):
-    """Writes bytes as they are."""
+    """Writes objects of bytes without pickling them."""
 
     def transform_object(self, write_item, object):
         return io.BytesIO(object)
@@ -146,7 +146,7 @@ def test_items_that_end_near_the_end_of_a_block_come_back(tmp_path):
 
 @every_pair
 def test_planners_of_torch_xla_work_with_our_storage(writer, reader, tmp_path):
-    # Above the size of a job of the reader, so that its threads meet in the planner.
+    # More bytes than a read job has, so that several threads call the planner.
     hosts = {"tiled": random_bits((64, 96 << 10), torch.int32), "rows": random_bits((8, 6), torch.float32, 1)}
     hosts["whole"] = random_bits((5, 3), torch.bfloat16, 2)
     specs = {"tiled": ("a", None), "rows": ("b", None), "whole": (None, None)}
@@ -161,7 +161,7 @@ def test_planners_of_torch_xla_work_with_our_storage(writer, reader, tmp_path):
 
 
 class Alone(dcp.DefaultLoadPlanner):
-    """Sees whether two threads ask it for buffers at the same time, or one while another commits."""
+    """Notices when two threads ask for buffers at the same time, or one asks while another commits."""
 
     def __init__(self):
         super().__init__()
@@ -182,7 +182,7 @@ class Alone(dcp.DefaultLoadPlanner):
 
 
 def test_planners_without_thread_safety_get_one_call_at_a_time(tmp_path):
-    """torch_xla's fetches a tensor's shards when first asked for one: asked twice at once, it loses what was read."""
+    """torch_xla's planner fetches a tensor's shards on the first call. Two calls at once lose data."""
     state = {str(n): random_bits((33 << 20,), torch.uint8, n) for n in range(4)}
     save(state, tmp_path)
     planner, target = Alone(), zeros(state)
@@ -237,7 +237,9 @@ def test_tensors_of_every_memory_layout_are_saved_by_value(writer, reader, tmp_p
         assert torch.equal(target[key], value.detach()), key
     assert xc.verify(tmp_path).ok
     if writer == "ours":
-        assert sum(file.stat().st_size for file in tmp_path.glob("*.distcp")) < 100_000, "8 MiB belong to nobody"
+        assert sum(file.stat().st_size for file in tmp_path.glob("*.distcp")) < 100_000, (
+            "unused parts of storages were saved"
+        )
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -341,7 +343,7 @@ def test_checkpoints_of_the_stock_writer_with_threads_are_read(options, tmp_path
 
 
 class Masked(io.RawIOBase):
-    """A stream that another one's bytes pass through, each changed."""
+    """A stream that changes every byte of another stream."""
 
     def __init__(self, inner):
         super().__init__()
@@ -363,7 +365,7 @@ class Masked(io.RawIOBase):
 
 
 class Masking(StreamTransformExtension):
-    """Encrypts, as far as a test needs it."""
+    """A stand-in for encryption."""
 
     registry_name = staticmethod(lambda: "test.masking")
     from_descriptor = staticmethod(lambda version: Masking())
@@ -379,7 +381,7 @@ class Masking(StreamTransformExtension):
 
 @pytest.fixture
 def masked(tmp_path):
-    """What stock DCP wrote through an extension, and its tensors."""
+    """A checkpoint that stock DCP wrote through an extension, and its tensors."""
     state = {"a": random_bits((300, 7), torch.float32), "b": torch.tensor(3)}
     writer = dcp.FileSystemWriter(tmp_path, _extensions=[Masking()])
     dcp.save({"m": state, "words": "abc"}, storage_writer=writer)
@@ -408,7 +410,7 @@ def test_a_missing_dcp_extension_is_named_with_the_key_and_is_no_damage(masked):
 
 @pytest.fixture
 def group():
-    """A process group of this process alone."""
+    """A process group with this process as its only rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -513,11 +515,11 @@ def test_random_keys_come_back(keys):
 
 
 class Secret:
-    """Something that only a pickle can hold."""
+    """An object that only a pickle can hold."""
 
 
 class Recording(dcp.DefaultSavePlanner):
-    """A planner that records something of its own."""
+    """A planner that records data of its own in the metadata."""
 
     def __init__(self, record):
         super().__init__()
@@ -562,7 +564,7 @@ def test_planner_data_that_could_run_code_is_left_out_with_a_warning(tmp_path, c
 
 @pytest.fixture
 def plan_cache():
-    """DCP keeps plans on a class of its own, for the whole process."""
+    """Clear DCP's plan cache, which belongs to the process."""
     names = [name for name in vars(SavePlanner) if name.startswith("_cached")]
     yield
     for name in names:
@@ -658,7 +660,7 @@ def test_one_writer_and_one_reader_serve_many_checkpoints(tmp_path):
         target = {"t": torch.zeros(n + 2)}
         dcp.load(target, checkpoint_id=tmp_path / str(n), storage_reader=reader)
         assert torch.equal(target["t"], torch.full((n + 2,), float(n)))
-        assert reader.stats.bytes_needed == 4 * (n + 2), "that of the last load"
+        assert reader.stats.bytes_needed == 4 * (n + 2), "bytes of the last load only"
         save_ids.add(reader.manifest.save_id)
         assert len(list((tmp_path / str(n)).iterdir())) == 3 and xc.verify(tmp_path / str(n)).ok
     assert len(save_ids) == 3 and not (tmp_path / "elsewhere").exists()

@@ -1,8 +1,8 @@
 """The bytes that ``torch.save`` writes: objects to bytes, and back without running code from the file.
 
 ``archive`` parses the zip archive. ``machine`` executes the pickle, ``table`` lists what a pickle may name, and
-``budget`` limits its cost. ``plain``, ``arrays``, ``storages`` and ``tensors`` rebuild values. Each byte is parsed once,
-by this code: ``torch.load`` is not involved, so no two parsers can disagree about a file.
+``budget`` limits its cost. ``plain``, ``arrays``, ``storages`` and ``tensors`` rebuild values. This code alone parses
+each byte, and only once: ``torch.load`` is not involved, so no two parsers can disagree about a file.
 
 The alternative was to check an archive and to pass a repacked one to ``torch.load(weights_only=True)``. Then
 constructors of numpy and torch would get states that a pickle sets, and small objects would take several times as long.
