@@ -77,4 +77,4 @@ def test_folders_that_are_no_steps_are_not_named(tmp_path):
     for read in READS.values():
         with pytest.raises(xc.CheckpointError, match=r"there is no checkpoint in .*: it has no \.metadata") as caught:
             read(tmp_path)
-        assert "steps" not in str(caught.value)
+        assert "the steps" not in str(caught.value)
