@@ -375,7 +375,7 @@ def test_loaded_tensors_survive_the_deletion_of_the_checkpoint(tmp_path):
 
 
 class Adopts(dcp.DefaultLoadPlanner):
-    """A planner of somebody else that keeps the tensors it is offered."""
+    """A ``LoadSink`` of another program, which keeps the tensors that it is offered."""
 
     def __init__(self, takes=True):
         super().__init__()
@@ -386,7 +386,7 @@ class Adopts(dcp.DefaultLoadPlanner):
             self.kept[read_item.dest_index.fqn] = tensor
         return self.takes
 
-    def host_bytes(self, key):
+    def buffer_bytes(self, key):
         return 0
 
     def commit_tensor(self, read_item, tensor):
