@@ -220,7 +220,10 @@ def _item(item: Stored, numbers: Mapping[str, int]) -> list[Any]:
 
 
 def _metadata(top: Mapping[str, Any]) -> Metadata:
-    """Return DCP's metadata from a manifest's JSON. Equal sizes and properties share one object, to save memory."""
+    """Return DCP's metadata from a manifest's JSON.
+
+    Equal sizes and properties share one object, so that the garbage collector has fewer objects to walk.
+    """
     sizes: dict[tuple[int, ...], torch.Size] = {}
     names = [name for name, size in top["files"] if type(name) is str and type(size) is int]
     entries: dict[str, Any] = {}

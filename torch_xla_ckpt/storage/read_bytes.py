@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 ADOPTABLE = 64 << 10
 """Size in bytes from which a tensor is offered to the planner in the memory it was read into, instead of copied."""
-ENDS_EARLY = "the file ends before"
+ENDS_EARLY = "the file ends before these bytes"
 BAD_CHECKSUM = "the bytes do not match their checksum"
 MISSING = "the file is missing"
 
