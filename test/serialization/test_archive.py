@@ -3,6 +3,7 @@
 import io
 import logging
 import struct
+import threading
 import zipfile
 import zlib
 
@@ -11,9 +12,10 @@ import pytest
 import torch
 
 import torch_xla_ckpt as xc
+from support.objects import HARMLESS, Colour, Config, Point
+from torch_xla_ckpt.serialization import MAX_DEPTH
 from torch_xla_ckpt.serialization.archive import Archive, ArchiveError
-from torch_xla_ckpt.serialization.objects import decode
-from torch_xla_ckpt.state.tree import MAX_DEPTH
+from torch_xla_ckpt.serialization.objects import decode, encode
 
 
 def saved(value):
@@ -294,6 +296,16 @@ def test_a_save_warns_of_tensors_of_a_subclass(tmp_path, caplog):
         assert warned
     else:
         assert not warned
+
+
+def test_needed_types_of_an_item_are_the_types_that_a_load_refuses():
+    for value in HARMLESS:
+        assert not encode("key", value, torch.Tensor.cpu).needs
+    for value in (Colour.RED, Config(1, "x"), [Point(1, 2), {"a": Colour.RED}], np.add, threading.Event):
+        item = encode("key", value, torch.Tensor.cpu)
+        with pytest.raises(xc.UnsafeObjectError) as caught:
+            decode("key", item, (), False)
+        assert item.needs == set(caught.value.types)
 
 
 def test_zipfile_reads_the_same_members():

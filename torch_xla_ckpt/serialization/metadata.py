@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -27,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CorruptCheckpointError, Damage, UnsafeObjectError
 from torch_xla_ckpt.serialization import plain, torch_values
 from torch_xla_ckpt.serialization.machine import Machine
@@ -35,7 +34,7 @@ from torch_xla_ckpt.serialization.table import CheckedFunction, Refused, Table, 
 METADATA = ".metadata"
 
 _PROTOCOLS = (2, 3, 4, 5)  # DCP writes with Python's default, which has been 4 since Python 3.8, and 5 since 3.14
-_Encoding = dcp_metadata._MEM_FORMAT_ENCODING
+_Encoding = _dcp.MemoryFormatEncoding
 _MEMORY_FORMATS = {
     _Encoding.TORCH_CONTIGUOUS_FORMAT: torch.contiguous_format,
     _Encoding.TORCH_CHANNELS_LAST: torch.channels_last,
@@ -103,7 +102,7 @@ def _table() -> Table:
     old = "torch.distributed._shard.sharded_tensor.metadata"  # the module of these classes up to torch 2.2
     classes = (
         *(Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, StorageMeta),
-        *(MetadataIndex, TensorProperties, _Encoding, filesystem._StorageInfo),
+        *(MetadataIndex, TensorProperties, _Encoding, _dcp.StorageInfo),
     )
     # Paths of another operating system cannot be made here, only their pure variants.
     paths = {
@@ -125,7 +124,7 @@ def _table() -> Table:
     }
     filled: tuple[type, ...] = (
         *(Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, StorageMeta),
-        filesystem._StorageInfo,
+        _dcp.StorageInfo,
     )
     news: Mapping[type, Callable[..., Any]] = {
         **plain.NEWS,
@@ -178,7 +177,7 @@ def _is_plausible(metadata: Any) -> bool:
         or (
             isinstance(stored, dict)
             and all(
-                isinstance(entry, filesystem._StorageInfo)
+                isinstance(entry, _dcp.StorageInfo)
                 and isinstance(index, MetadataIndex)
                 and type(entry.relative_path) is str
                 and type(entry.offset) is int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -48,4 +48,4 @@ VALUES: Mapping[str, Any] = {
     "torch.serialization._get_layout": CheckedFunction("torch.serialization._get_layout", _layout),
     **{f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
 }
-CALLS = {torch.Size: _size}
+CALLS: Mapping[type, Callable[..., Any]] = {torch.Size: _size}

@@ -8,6 +8,7 @@ from torch_xla_ckpt.storage import commit, path_lock
 from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, told_apart
 from torch_xla_ckpt.storage.manifest import Manifest
+from torch_xla_ckpt.storage.opening import open_reader, open_writer, path_of, required_path
 from torch_xla_ckpt.storage.reader import ReadStats, ShardReader
 from torch_xla_ckpt.storage.stored import checksum
 from torch_xla_ckpt.storage.verify import VerifyReport, verify
@@ -25,7 +26,11 @@ __all__ = [
     "checksum",
     "commit",
     "open_folder",
+    "open_reader",
+    "open_writer",
     "path_lock",
+    "path_of",
+    "required_path",
     "told_apart",
     "verify",
 ]

@@ -571,7 +571,7 @@ def _files(stored: Iterable[Stored]) -> dict[str, int]:
 
 def _places(stored: Mapping[MetadataIndex, Stored]) -> dict[MetadataIndex, Any]:
     """Where items lie, as stock DCP records it."""
-    return {index: _dcp.place(item.relative_path, item.offset, item.length) for index, item in stored.items()}
+    return {index: _dcp.storage_info(item.relative_path, item.offset, item.length) for index, item in stored.items()}
 
 
 def _software() -> dict[str, str]:

@@ -259,22 +259,3 @@ class record_warnings(logging.Handler):
 
     def __exit__(self, *exc):
         logging.getLogger("torch_xla_ckpt").removeHandler(self)
-
-
-def misfortunes(rank, world, folder):
-    """Several short scenarios in one start of the processes."""
-    for scenario in (
-        everyone_holds_everything,
-        one_fails_to_write,
-        one_asks_for_what_is_not_there,
-        what_is_created,
-        restored_from_nothing,
-        one_has_no_state,
-        processes_differ,
-        shapes_differ,
-        one_saves_alone,
-        folders_differ,
-    ):
-        scenario(rank, world, folder)
-        dist.barrier()
-        print(f"{scenario.__name__} passed", flush=True)
