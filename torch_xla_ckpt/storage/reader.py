@@ -35,10 +35,12 @@ from torch_xla_ckpt.errors import (
 from torch_xla_ckpt.protocols import Folder, LoadSink, Window
 from torch_xla_ckpt.runtime import without_collector
 from torch_xla_ckpt.serialization import Refused, restricted
-from torch_xla_ckpt.storage.commit import Committed, committed, metadata_name, version_of
-from torch_xla_ckpt.storage.files import NOT_A_FILE, TRANSIT, NotAFile
+from torch_xla_ckpt.storage.checkpoint_index import CheckpointIndex, read_index, version_of
+from torch_xla_ckpt.storage.file_errors import NOT_A_FILE, TRANSIT, NotAFile
+from torch_xla_ckpt.storage.file_names import metadata_name
 from torch_xla_ckpt.storage.folders import open_folder
-from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, told_apart
+from torch_xla_ckpt.storage.limits import check_limits, default_threads
+from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, path_mismatch
 from torch_xla_ckpt.storage.manifest import BLOCK, TINY, Manifest, Stored, checksum, foreign
 from torch_xla_ckpt.storage.progress import Progress
 from torch_xla_ckpt.storage.ranges import MAX_GAP, Range, blocks_of, merged, ranges_of
@@ -119,8 +121,7 @@ class ShardReader(StorageReader):
         progress: bool = False,
     ):
         super().__init__()
-        if memory_budget <= 0 or (threads is not None and threads <= 0):
-            raise ValueError("memory_budget and threads must be positive")
+        check_limits(memory_budget, threads)
         self._verify = verify
         self._memory_budget = memory_budget
         self._threads = threads
@@ -177,9 +178,9 @@ class ShardReader(StorageReader):
     def is_pinned(self) -> bool:
         return self._pinned
 
-    def _committed(self, rank: int | None) -> Committed:
+    def _committed(self, rank: int | None) -> CheckpointIndex:
         try:
-            return committed(self._folder, rank, verify=self._verify)
+            return read_index(self._folder, rank, verify=self._verify)
         except FileNotFoundError:
             ranks_own = metadata_name(0) in self._folder.names()
             if rank is None and ranks_own:
@@ -201,7 +202,7 @@ class ShardReader(StorageReader):
         return replace(plan, storage_data=_Found(self.version, self.location.identity))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        apart = told_apart("loads", "from", [plan.storage_data.path for plan in plans])
+        apart = path_mismatch("loads", "from", [plan.storage_data.path for plan in plans])
         if len({plan.storage_data.version for plan in plans}) > 1 and self._rank is None:
             raise ReplacedCheckpointError(
                 f"the checkpoint in {self.location} was replaced while it was read: the processes have found different "
@@ -241,7 +242,7 @@ class ShardReader(StorageReader):
         groups = _groups(plan.items, self._metadata, adopting)
         self.stats.bytes_needed += sum(piece.needed for group in groups for piece in group.pieces)
         work = _Reading(self._folder, planner, adopting, self._verify, self.stats)
-        threads = self._threads or (8 if self._folder.remote else min(8, os.cpu_count() or 1))
+        threads = self._threads or default_threads(remote=self._folder.remote)
         try:
             with Progress("loading", lambda: sum(group.needed for group in groups), self._progress) as progress:
                 # Objects first: one that is refused then leaves every tensor as it was.

@@ -18,9 +18,10 @@ from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, Damag
 from torch_xla_ckpt.layout import Box, covers_exactly, find_flaws
 from torch_xla_ckpt.protocols import Folder, Window
 from torch_xla_ckpt.serialization import METADATA, Archive, ArchiveError
-from torch_xla_ckpt.storage.commit import Committed, committed, version_of
-from torch_xla_ckpt.storage.files import NOT_A_FILE, TRANSIT, NotAFile
+from torch_xla_ckpt.storage.checkpoint_index import CheckpointIndex, read_index, version_of
+from torch_xla_ckpt.storage.file_errors import NOT_A_FILE, TRANSIT, NotAFile
 from torch_xla_ckpt.storage.folders import open_folder
+from torch_xla_ckpt.storage.limits import default_threads
 from torch_xla_ckpt.storage.location import Location
 from torch_xla_ckpt.storage.manifest import Stored, checksum, foreign
 from torch_xla_ckpt.storage.progress import Progress
@@ -173,7 +174,7 @@ def _verify(folder: Folder, rank: int | None, progress: bool) -> VerifyReport:
     unchecked: dict[str, int] = {}
     with (
         Progress("verifying", lambda: _total(by_file), progress) as bar,
-        ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,
+        ThreadPoolExecutor(default_threads(remote=False)) as pool,
     ):
         checks = [
             pool.submit(_check_file, folder, name, items, sizes.get(name), bar)
@@ -191,13 +192,13 @@ def _verify(folder: Folder, rank: int | None, progress: bool) -> VerifyReport:
     return VerifyReport(folder.url, tuple(damages), incomplete, len(by_file), read, checked_by, *without)
 
 
-def _committed(folder: Folder, rank: int | None, damages: list[Damage]) -> Committed:
+def _committed(folder: Folder, rank: int | None, damages: list[Damage]) -> CheckpointIndex:
     """What the folder holds. If only one of ``.metadata`` and the manifest is damaged, the other one says what."""
     try:
-        return committed(folder, rank)
+        return read_index(folder, rank)
     except CorruptCheckpointError as error:
         try:
-            found = committed(folder, rank, verify=False)
+            found = read_index(folder, rank, verify=False)
         except CheckpointError:
             raise error from None
         every_key = tuple(found.metadata.state_dict_metadata)
