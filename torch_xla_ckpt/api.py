@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.coordination import Processes
 from torch_xla_ckpt.errors import ReplacedCheckpointError
-from torch_xla_ckpt.planner import Dtype, Missing, Place, Rename, SPMDLoadPlanner, SPMDSavePlanner, Unexpected
+from torch_xla_ckpt.planner import Dtype, Missing, Place, Rename, Shape, SPMDLoadPlanner, SPMDSavePlanner, Unexpected
 from torch_xla_ckpt.reports import LoadReport, Timeline
 from torch_xla_ckpt.runtime import without_collector
 from torch_xla_ckpt.serialization import AllowedType
@@ -130,6 +130,7 @@ def load(
     missing: Missing = "error",
     unexpected: Unexpected = "restore",
     dtype: Dtype = "cast",
+    shape: Shape = "error",
     rename: Rename | None = None,
     only: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
@@ -148,8 +149,8 @@ def load(
         state_dict: the target. Its tensors are overwritten in place, each in the sharding it has; what it lacks is
             inserted.
         path: folder or fsspec URL; not needed when a storage reader that knows it is given.
-        missing, unexpected, dtype, rename, only, exclude, placement, allow_types, trust_pickle: what to do where target
-            and checkpoint differ; see ``SPMDLoadPlanner``.
+        missing, unexpected, dtype, shape, rename, only, exclude, placement, allow_types, trust_pickle: what to do where
+            target and checkpoint differ; see ``SPMDLoadPlanner``.
         verify, progress: see ``ShardReader``, which has further options.
         storage_reader: DCP storage to read with; then the options before it are its own. Default: a ``ShardReader``.
         process_group, no_dist: see ``save``.
@@ -181,6 +182,7 @@ def load(
             missing=missing,
             unexpected=unexpected,
             dtype=dtype,
+            shape=shape,
             rename=rename,
             only=only,
             exclude=exclude,

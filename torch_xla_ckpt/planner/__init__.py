@@ -6,7 +6,7 @@ They know state dicts, layouts and DCP's plans. They know neither files nor torc
 
 from torch_xla_ckpt.planner.load import Place, SPMDLoadPlanner, copy_into
 from torch_xla_ckpt.planner.match import match, mismatch_error, paths_of, unexpected_mismatches
-from torch_xla_ckpt.planner.policy import Dtype, Missing, Policy, Rename, Unexpected
+from torch_xla_ckpt.planner.policy import Dtype, Missing, Policy, Rename, Shape, Unexpected
 from torch_xla_ckpt.planner.save import SPMDSavePlanner
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Rename",
     "SPMDLoadPlanner",
     "SPMDSavePlanner",
+    "Shape",
     "Unexpected",
     "copy_into",
     "match",

@@ -20,8 +20,16 @@ from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.device import Placement, access_of, alias_of, data_changed, make
 from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError, Mismatch
 from torch_xla_ckpt.layout import Box, ChunkIndex, Flaw, covers_exactly, find_flaws
-from torch_xla_ckpt.planner.match import LOADED, match, merged, mismatch_error, paths_of, unexpected_mismatches
-from torch_xla_ckpt.planner.policy import Dtype, Missing, Policy, Rename, Unexpected
+from torch_xla_ckpt.planner.match import (
+    LOADED,
+    match,
+    merged,
+    mismatch_error,
+    paths_of,
+    require_same_kept_keys,
+    unexpected_mismatches,
+)
+from torch_xla_ckpt.planner.policy import Dtype, Missing, Policy, Rename, Shape, Unexpected
 from torch_xla_ckpt.protocols import TensorAccess
 from torch_xla_ckpt.reports import Outcome
 from torch_xla_ckpt.runtime import without_collector
@@ -44,6 +52,7 @@ class LocalMatch:
 
     outcomes: Mapping[str, Outcome]
     mismatches: Sequence[Mismatch]
+    kept: Sequence[Mismatch] = ()
 
 
 class SPMDLoadPlanner(LoadPlanner):
@@ -63,6 +72,9 @@ class SPMDLoadPlanner(LoadPlanner):
             target that names only "model" does not request what lies in "optim". In a flat target of tensors nothing is
             created; "restore" warns there.
         dtype: "cast" to the target's, naming the keys, or "error".
+        shape: what to do about tensors that have another shape in the checkpoint. "error": fail, listing all of them;
+            "keep": keep the target's values, read nothing for these keys, and name them in the report and in a
+            warning. A tensor where the checkpoint has an object is an error in either case.
         rename: new names for keys of the checkpoint: a mapping from saved keys to keys of the target, or a function
             from a saved key to its new one or None. Several new names for one key fill several tensors (tied weights).
             What wrappers put into names (``_orig_module``, ``_orig_mod``, ``module``) need not be named.
@@ -92,6 +104,7 @@ class SPMDLoadPlanner(LoadPlanner):
         missing: Missing = "error",
         unexpected: Unexpected = "restore",
         dtype: Dtype = "cast",
+        shape: Shape = "error",
         rename: Rename | None = None,
         only: str | Sequence[str] = (),
         exclude: str | Sequence[str] = (),
@@ -100,7 +113,7 @@ class SPMDLoadPlanner(LoadPlanner):
         trust_pickle: bool = False,
         access: Callable[[torch.Tensor], TensorAccess] = access_of,
     ):
-        self._policy = Policy(missing, unexpected, dtype, rename, _patterns(only), _patterns(exclude))
+        self._policy = Policy(missing, unexpected, dtype, rename, _patterns(only), _patterns(exclude), shape)
         self._placement = placement
         self._allow_types = tuple(allow_types)
         self._trust_pickle = trust_pickle
@@ -189,7 +202,7 @@ class SPMDLoadPlanner(LoadPlanner):
                 + "\nNothing was loaded. Restore from another checkpoint, or take these keys out of the target",
                 keys=tuple(broken),
             )
-        return LoadPlan(items, planner_data=LocalMatch(outcomes, ()))
+        return LoadPlan(items, planner_data=LocalMatch(outcomes, (), found.kept))
 
     @without_collector
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -203,6 +216,7 @@ class SPMDLoadPlanner(LoadPlanner):
             mismatches |= dict.fromkeys(unexpected_mismatches(outcomes, self._metadata), ())
         if mismatches:
             raise mismatch_error(mismatches, outcomes, len(local))
+        require_same_kept_keys([one.outcomes for one in local], [one.kept for one in local])
         self._say(outcomes)
         return [replace(plan, planner_data=outcomes) for plan in global_plan]
 
@@ -214,6 +228,11 @@ class SPMDLoadPlanner(LoadPlanner):
 
         casts = [(key, outcome.cast) for key, outcome in odd.items() if outcome.cast]
         _warn("were cast to the target's dtype", [f"{key} ({a} -> {b})" for key, (a, b) in casts])
+        shapes = [(key, outcome.shapes) for key, outcome in odd.items() if outcome.shapes]
+        _warn(
+            "have another shape in the checkpoint, and keep the target's values",
+            [f"{key} (target {target}, checkpoint {saved})" for key, (saved, target) in shapes],
+        )
         if self._policy.missing == "warn":
             _warn("are in the target, not in the checkpoint, and were left as they are", keys("missing"))
         if self._policy.unexpected != "ignore":

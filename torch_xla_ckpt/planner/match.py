@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,6 +32,7 @@ class Match:
         replaced: keys of the target that hold a placeholder, which a new tensor is to replace.
         outcomes: what becomes of every key: the target's, and those saved keys that go nowhere or are created.
         mismatches: keys that make the load fail.
+        kept: keys whose shapes differ, and for which the target keeps its value.
     """
 
     tensors: dict[str, str] = field(default_factory=dict)
@@ -40,6 +41,7 @@ class Match:
     replaced: set[str] = field(default_factory=set)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     mismatches: list[Mismatch] = field(default_factory=list)
+    kept: list[Mismatch] = field(default_factory=list)
 
 
 def match(
@@ -129,9 +131,7 @@ def mismatch_error(
         processes: how many there are.
     """
     lines = [
-        f"{mismatch} ({'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))})"
-        if 0 < len(ranks) < processes
-        else str(mismatch)
+        f"{mismatch} ({_ranks(ranks)})" if 0 < len(ranks) < processes else str(mismatch)
         for mismatch, ranks in mismatches.items()
     ]
     left = [key for key, outcome in outcomes.items() if outcome.status in ("created", "unexpected")]
@@ -139,10 +139,59 @@ def mismatch_error(
         f"{len(mismatches)} keys of target and checkpoint do not fit each other:\n  "
         + "\n  ".join(lines)
         + _hint(list(mismatches), left)
-        + "\nNothing was loaded. Change the target to what was saved, or say what else to do (missing=, unexpected=, "
-        "dtype=, rename=, only=, exclude=)",
+        + "\nNothing was loaded. "
+        + _remedies({mismatch.kind for mismatch in mismatches}),
         tuple(mismatches),
     )
+
+
+# What to do about each kind of mismatch, in the order in which an error lists the remedies.
+_REMEDIES: dict[MismatchKind, str] = {
+    "missing": 'pass missing="warn" to keep the target\'s values for keys that the checkpoint lacks, or rename= if the '
+    "checkpoint has them under other names",
+    "shape": 'pass shape="keep" to keep the target\'s values for keys of another shape',
+    "type": "put a tensor into the target where the checkpoint has a tensor, and an object where it has an object",
+    "dtype": 'pass dtype="cast" to convert values to the target\'s dtype; nothing can convert quantized values',
+    "unexpected": 'pass unexpected="restore" to create keys that the target lacks, or "warn" to leave them out',
+    "ranks": 'make each PerRank with resize="warn", so that ranks without saved state keep what they have',
+}
+
+
+def _remedies(kinds: Container[MismatchKind]) -> str:
+    remedies = [remedy for kind, remedy in _REMEDIES.items() if kind in kinds]
+    return "Change the target to what was saved, or do one of these:\n  " + ";\n  ".join(
+        [*remedies, "leave keys out of the load with exclude=[...] (globs of whole keys)"]
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+
+
+def require_same_kept_keys(outcomes: Sequence[Mapping[str, Outcome]], kept: Sequence[Sequence[Mismatch]]) -> None:
+    """Check that no rank loads a key for which another rank keeps its value because the shapes differ.
+
+    Args:
+        outcomes: every rank's outcomes, by key.
+        kept: every rank's keys whose shapes differ under ``shape="keep"``.
+
+    Raises:
+        MismatchError: the ranks' targets have different shapes. The keys and ranks are named.
+    """
+    ranks: dict[Mismatch, list[int]] = {}
+    for rank, own in enumerate(kept):
+        for mismatch in own:
+            ranks.setdefault(mismatch, []).append(rank)
+    filled = ("loaded", "created")
+    divided = [m for m in ranks if any(m.key in own and own[m.key].status in filled for own in outcomes)]
+    if divided:
+        raise MismatchError(
+            f"{len(divided)} keys have the checkpoint's shape on some ranks and another shape on others:\n  "
+            + "\n  ".join(f"{mismatch} ({_ranks(ranks[mismatch])})" for mismatch in divided)
+            + '\nshape="keep" would load these keys on some ranks only. Nothing was loaded. Give the target the same '
+            "shape on all ranks, or leave the keys out of the load with exclude=[...]",
+            divided,
+        )
 
 
 def unexpected_mismatches(outcomes: Mapping[str, Outcome], metadata: Metadata) -> list[Mismatch]:
@@ -237,6 +286,12 @@ def _add(found: Match, key: str, leaf: Leaf, source: str, saved: Saved, policy: 
         found.outcomes[key] = Outcome("created", None if source == key else source)
         return
     kind = _compare(leaf, saved, policy)
+    if kind == "shape" and policy.shape == "keep":
+        assert isinstance(saved, TensorStorageMetadata)
+        shapes = tuple(saved.size), tuple(leaf.value.shape)
+        found.outcomes[key] = Outcome("kept", None if source == key else source, shapes=shapes)
+        found.kept.append(Mismatch(key, kind, _describe_leaf(leaf), _describe(saved)))
+        return
     if kind is not None:
         found.mismatches.append(Mismatch(key, kind, _describe_leaf(leaf), _describe(saved)))
         return

@@ -12,6 +12,7 @@ from torch_xla_ckpt.errors import CheckpointError
 Missing = Literal["error", "warn", "keep"]
 Unexpected = Literal["restore", "warn", "error", "ignore"]
 Dtype = Literal["cast", "error"]
+Shape = Literal["error", "keep"]
 NewNames = str | Sequence[str] | None
 Rename = Mapping[str, str | Sequence[str]] | Callable[[str], NewNames]
 
@@ -34,9 +35,11 @@ class Policy:
     rename: Rename | None = None
     only: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    shape: Shape = "error"
 
     def __post_init__(self) -> None:
-        for name, choices in (("missing", Missing), ("unexpected", Unexpected), ("dtype", Dtype)):
+        options = (("missing", Missing), ("unexpected", Unexpected), ("dtype", Dtype), ("shape", Shape))
+        for name, choices in options:
             value, allowed = getattr(self, name), get_args(choices)
             if value not in allowed:
                 raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(repr, allowed))}")

@@ -10,8 +10,9 @@ import torch
 
 from torch_xla_ckpt.reports.sizes import format_bytes
 
-Status = Literal["loaded", "created", "missing", "unexpected", "not requested"]
+Status = Literal["loaded", "created", "kept", "missing", "unexpected", "not requested"]
 STATUSES: tuple[Status, ...] = get_args(Status)
+_PRINTED = ("loaded", "resharded", "cast", "renamed", "created", "kept", "missing", "unexpected", "not requested")
 _SHOWN = 5  # keys of each kind, when a report is printed
 
 
@@ -20,18 +21,21 @@ class Outcome:
     """What became of one key.
 
     Args:
-        status: "loaded" into the target; "created", because the target lacked it; "missing" from the checkpoint;
+        status: "loaded" into the target; "created", because the target lacked it; "kept": the target keeps its value,
+            because the checkpoint has another shape, under ``shape="keep"``; "missing" from the checkpoint;
             "unexpected", which means that the target names the part of the tree it lies in, lacks the key, and it was
             not created; "not requested" by the target, or left out by ``only`` or ``exclude``.
         renamed: the key it had in the checkpoint, if that is another.
         cast: the saved and the target's dtype, if they differ.
         resharded: the boxes of the target are not those that were saved.
+        shapes: the saved shape and the target's, if the target keeps its value because they differ.
     """
 
     status: Status
     renamed: str | None = None
     cast: tuple[torch.dtype, torch.dtype] | None = None
     resharded: bool = False
+    shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,11 @@ class LoadReport:
     def created(self) -> tuple[str, ...]:
         """Keys that the target lacked and has now."""
         return self._keys(lambda outcome: outcome.status == "created")
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Keys of the target that have another shape in the checkpoint, and keep the values that the target has."""
+        return self._keys(lambda outcome: outcome.status == "kept")
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -115,7 +124,7 @@ class LoadReport:
         lines = [self._speed()]
         if self.restarts:
             lines.append(f"  began again {self.restarts} times: the checkpoint was replaced while it was read")
-        for name in ("loaded", "resharded", "cast", "renamed", "created", "missing", "unexpected", "not requested"):
+        for name in _PRINTED:
             keys = list(getattr(self, name.replace(" ", "_")))
             if keys:
                 telling = name not in ("loaded", "resharded")
@@ -128,6 +137,8 @@ class LoadReport:
         outcome = self.outcomes[key]
         if name == "cast" and outcome.cast:
             return f"{key} ({outcome.cast[0]} -> {outcome.cast[1]})".replace("torch.", "")
+        if name == "kept" and outcome.shapes:
+            return f"{key} ({outcome.shapes[0]} -> {outcome.shapes[1]})"
         return f"{key} (was {outcome.renamed})" if name == "renamed" else key
 
     def _speed(self) -> str:

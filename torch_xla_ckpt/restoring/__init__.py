@@ -1,10 +1,16 @@
-"""TODO"""
+"""Restoring models and optimizers, in whatever state of being built they are.
+
+Planning comes first: which keys fit, where tensors go, and which values modules compute themselves. Only a restore
+whose plan holds changes the model and the optimizer. Bytes and files are the business of ``planner`` and ``storage``.
+"""
 
 from torch_xla_ckpt.restoring.materialize import Sharding
+from torch_xla_ckpt.restoring.named import require_restorable
 from torch_xla_ckpt.restoring.restore import prime_optimizer, restore
 
 __all__ = [
     "Sharding",
     "prime_optimizer",
+    "require_restorable",
     "restore",
 ]
