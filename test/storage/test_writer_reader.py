@@ -558,7 +558,7 @@ def test_planner_data_that_could_run_code_is_left_out_with_a_warning(tmp_path, c
     target = {"t": torch.zeros_like(base)}
     xc.load(target, tmp_path)
     assert torch.equal(target["t"], base)
-    assert "what the planner that saved it recorded is left out" in caplog.text and "Secret" in caplog.text
+    assert "the planner data in .metadata is ignored" in caplog.text and "Secret" in caplog.text
     assert xc.verify(tmp_path).ok
 
 

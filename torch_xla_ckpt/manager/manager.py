@@ -41,7 +41,7 @@ from torch_xla_ckpt.reports import LoadReport
 from torch_xla_ckpt.restoring import Sharding, restore
 from torch_xla_ckpt.runtime import forks
 from torch_xla_ckpt.staging import SPMDStager, Upload
-from torch_xla_ckpt.storage import REQUEST_TIMEOUT, Location, ShardReader, told_apart
+from torch_xla_ckpt.storage import REQUEST_TIMEOUT, Location, ShardReader, path_mismatch
 
 logger = logging.getLogger(__name__)
 
@@ -630,7 +630,7 @@ class CheckpointManager:
         if any(reason for reason, _ in seen):
             who = ", ".join(str(rank) for rank, (reason, _) in zip(self._processes.ranks, seen) if reason)
             why = next(reason for reason, _ in seen if reason)
-            apart = told_apart("looks", "in", [path for _, path in seen])
+            apart = path_mismatch("looks", "in", [path for _, path in seen])
             raise CheckpointError(
                 f"ranks {who} do not see what rank 0 has written to {seen[0][1]} ({why}). All processes must be given "
                 "one shared folder: with a local disk on each host, every one of them would keep a part that cannot be "

@@ -24,7 +24,7 @@ from torch_xla_ckpt.manager.keep import Saved
 from torch_xla_ckpt.protocols import Folder, Window
 from torch_xla_ckpt.runtime import forks
 from torch_xla_ckpt.serialization import METADATA
-from torch_xla_ckpt.storage import Location, commit, open_folder
+from torch_xla_ckpt.storage import Location, is_checkpoint_file, leftovers, open_folder, read_index, written_by
 
 __all__ = ["KEY", "Found", "Steps"]
 
@@ -237,7 +237,7 @@ class Steps:
             facts = Facts(Saved(step), {}, found.is_theirs)
         else:
             manifest = self._confirmed(
-                lambda: commit.committed(self.folder(step)).manifest, f"reading the manifest of step {step}"
+                lambda: read_index(self.folder(step)).manifest, f"reading the manifest of step {step}"
             )
             facts = Facts(Saved(step), {}) if manifest is None else facts_of(step, manifest)
             if manifest is not None and manifest.save_id != found.save_id:  # it was saved again meanwhile
@@ -331,9 +331,9 @@ class Steps:
         """
         folder = self.folder(step)
         listing = folder.listing()
-        ours = commit.over(folder, listing, None) | frozenset(files) | ({_THEIRS} & listing.keys())
+        ours = leftovers(folder, listing, None) | frozenset(files) | ({_THEIRS} & listing.keys())
         if stock:
-            ours |= {name for name in listing if commit.is_part(name) and not commit.is_part(name, stock=False)}
+            ours |= {name for name in listing if is_checkpoint_file(name) and not is_checkpoint_file(name, stock=False)}
         # Only now: a save that has ended its lease meanwhile, and so counts as over, has committed the step.
         if self.look(step, fresh=True).kind != "unfinished":
             raise OSError(f"{self.at(step)} is committed, so its files stay")
@@ -356,7 +356,7 @@ class Steps:
         """
         folder = self.folder(step)
         names = folder.names()
-        if not names or not all(commit.is_part(name, stock=False) for name in names):
+        if not names or not all(is_checkpoint_file(name, stock=False) for name in names):
             return False
         clock = f"{METADATA}-{secrets.token_hex(8)}.tmp"  # a name that counts as litter if it should stay
         folder.put(clock, b"")
@@ -365,7 +365,7 @@ class Steps:
         finally:
             folder.remove([clock])
         entry = listing.pop(clock, None)
-        over = commit.over(folder, listing, None if entry is None else entry.modified)
+        over = leftovers(folder, listing, None if entry is None else entry.modified)
         if not over or self.look(step, fresh=True).kind != "unfinished":
             return False
         self._delete(folder, over)
@@ -433,14 +433,14 @@ class Steps:
     def _unsealed(self, step: int, folder: Folder) -> Found:
         """A folder whose ``.metadata`` does not end with our seal: another writer's, or a damaged one."""
         names = folder.names()
-        ours = any(commit.is_part(name, stock=False) for name in names)
+        ours = any(is_checkpoint_file(name, stock=False) for name in names)
         try:
-            found = self._confirmed(lambda: commit.committed(folder), f"reading step {step}")
+            found = self._confirmed(lambda: read_index(folder), f"reading step {step}")
         except (CorruptCheckpointError, UnsafeObjectError) as error:
             return Found("damaged", None, str(error)) if ours or _THEIRS in names else Found("foreign")
         if found.manifest is not None:  # it has just been replaced
             return Found("committed", found.manifest.save_id)
-        if commit.written_by(found.metadata):
+        if written_by(found.metadata):
             return Found("damaged", None, "its manifest is missing, and the line that leads to it is damaged")
         return Found("committed", is_theirs=_THEIRS in names)
 

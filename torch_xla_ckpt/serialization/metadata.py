@@ -133,7 +133,7 @@ def _table() -> Table:
         TensorProperties: _properties,
     }
     states = {**plain.STATES, **dict.fromkeys(filled, _set_fields)}
-    calls = {**plain.CALLS, **torch_values.CALLS, _Encoding: _encoding, str: _text}
+    calls: Mapping[type, Callable[..., Any]] = {**plain.CALLS, **torch_values.CALLS, _Encoding: _encoding, str: _text}
     return Table(values, calls, news, states)
 
 

@@ -15,7 +15,7 @@ from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, Damag
 from torch_xla_ckpt.protocols import Folder, Window
 from torch_xla_ckpt.serialization import Refused, restricted
 from torch_xla_ckpt.storage.chunk_bytes import ChunkBytes, copy_elements
-from torch_xla_ckpt.storage.files import NOT_A_FILE, TRANSIT, NotAFile
+from torch_xla_ckpt.storage.file_errors import NOT_A_FILE, TRANSIT, NotAFile
 from torch_xla_ckpt.storage.ranges import Range, blocks_of
 from torch_xla_ckpt.storage.read_plan import ItemRead, ReadJob, windows_of
 from torch_xla_ckpt.storage.read_target import ReadResult, ReadTarget

@@ -23,9 +23,11 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, ReplacedCheckpointError
 from torch_xla_ckpt.runtime import without_collector
 from torch_xla_ckpt.storage.absent import no_checkpoint
-from torch_xla_ckpt.storage.commit import Committed, committed, metadata_name, version_of
+from torch_xla_ckpt.storage.checkpoint_index import CheckpointIndex, read_index, version_of
+from torch_xla_ckpt.storage.file_names import metadata_name
 from torch_xla_ckpt.storage.folders import open_folder
-from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, told_apart
+from torch_xla_ckpt.storage.limits import check_limits, default_threads
+from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, path_mismatch
 from torch_xla_ckpt.storage.manifest import Manifest
 from torch_xla_ckpt.storage.progress import Progress
 from torch_xla_ckpt.storage.read_bytes import JobReader
@@ -34,8 +36,6 @@ from torch_xla_ckpt.storage.read_plan import jobs_of, reads_by_key
 from torch_xla_ckpt.storage.read_target import ReadTarget
 
 logger = logging.getLogger(__name__)
-
-_MOST_THREADS = 8
 
 
 @dataclass
@@ -105,8 +105,7 @@ class ShardReader(StorageReader):
         progress: bool = False,
     ):
         super().__init__()
-        if memory_budget <= 0 or (threads is not None and threads <= 0):
-            raise ValueError("memory_budget and threads must be positive")
+        check_limits(memory_budget, threads)
         self._verify = verify
         self._memory_budget = memory_budget
         self._threads = threads
@@ -139,7 +138,7 @@ class ShardReader(StorageReader):
         """
         self.stats = ReadStats()
         try:
-            found = self._committed(kwargs.get("rank"))
+            found = self._read_index(kwargs.get("rank"))
         except FileNotFoundError:
             raise  # DCP then asks for the metadata that this rank saved by itself
         except Exception as error:
@@ -169,9 +168,9 @@ class ShardReader(StorageReader):
         """Whether a ``pinned`` block is running."""
         return self._pinned
 
-    def _committed(self, rank: int | None) -> Committed:
+    def _read_index(self, rank: int | None) -> CheckpointIndex:
         try:
-            return committed(self._folder, rank, verify=self._verify)
+            return read_index(self._folder, rank, verify=self._verify)
         except FileNotFoundError:
             ranks_own = metadata_name(0) in self._folder.names()
             if rank is None and ranks_own:
@@ -193,7 +192,7 @@ class ShardReader(StorageReader):
         return replace(plan, storage_data=_FoundCheckpoint(self.version, self.location.identity))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        other_paths = told_apart("loads", "from", [plan.storage_data.path for plan in plans])
+        other_paths = path_mismatch("loads", "from", [plan.storage_data.path for plan in plans])
         if len({plan.storage_data.version for plan in plans}) > 1 and self._rank is None:
             raise ReplacedCheckpointError(
                 f"the checkpoint in {self.location} was replaced while it was read: the processes have found different "
@@ -241,7 +240,7 @@ class ShardReader(StorageReader):
                 self._folder,
                 JobReader(self._folder, target, self._verify),
                 target,
-                threads=self._thread_count,
+                threads=self._threads or default_threads(remote=self._folder.remote),
                 memory_budget=self._memory_budget,
                 progress=progress,
             )
@@ -253,11 +252,6 @@ class ShardReader(StorageReader):
             finally:
                 self.stats.bytes_read += runner.bytes_read
                 self._folder.release()
-
-    @property
-    def _thread_count(self) -> int:
-        cores = os.cpu_count() or 1
-        return self._threads or (_MOST_THREADS if self._folder.remote else min(_MOST_THREADS, cores))
 
     @property
     def checkpoint_id(self) -> str:

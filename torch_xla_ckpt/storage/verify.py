@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,8 +16,9 @@ from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, Damag
 from torch_xla_ckpt.protocols import Folder
 from torch_xla_ckpt.serialization import METADATA
 from torch_xla_ckpt.storage.absent import no_checkpoint
-from torch_xla_ckpt.storage.commit import Committed, committed, version_of
+from torch_xla_ckpt.storage.checkpoint_index import CheckpointIndex, read_index, version_of
 from torch_xla_ckpt.storage.folders import open_folder
+from torch_xla_ckpt.storage.limits import default_threads
 from torch_xla_ckpt.storage.location import Location, PathLike
 from torch_xla_ckpt.storage.progress import Progress
 from torch_xla_ckpt.storage.stored import Stored
@@ -26,7 +26,6 @@ from torch_xla_ckpt.storage.verify_files import cannot_verify, check_file
 
 _RESTARTS = 10  # of a verification during which a save replaces the checkpoint
 _RANKS_OWN = re.compile(r"__(\d+)" + re.escape(METADATA))
-_MOST_THREADS = 8
 _SHOWN = 5  # unchecked keys that a report prints
 
 
@@ -168,7 +167,7 @@ def _verify(folder: Folder, rank: int | None, progress: bool) -> VerifyReport:
     """Verify the checkpoint of all ranks, or the one of a rank that saved by itself."""
     damages: list[Damage] = []
     try:
-        found = _committed(folder, rank, damages)
+        found = _read_index(folder, rank, damages)
     except CorruptCheckpointError as error:
         return VerifyReport(folder.url, error.damages, {}, 0, 0, "xxh3_64")
     by_file: dict[str, list[tuple[str, Stored]]] = defaultdict(list)
@@ -180,7 +179,7 @@ def _verify(folder: Folder, rank: int | None, progress: bool) -> VerifyReport:
     unchecked: dict[str, int] = defaultdict(int)
     with (
         Progress("verifying", lambda: _total(by_file), progress) as bar,
-        ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool,
+        ThreadPoolExecutor(default_threads(remote=False)) as pool,
     ):
         checks = [
             pool.submit(check_file, folder, name, items, sizes.get(name), bar)
@@ -204,8 +203,8 @@ def _verify(folder: Folder, rank: int | None, progress: bool) -> VerifyReport:
     )
 
 
-def _committed(folder: Folder, rank: int | None, damages: list[Damage]) -> Committed:
-    """Return the folder's checkpoint. If either ``.metadata`` or the manifest is damaged, read the other one.
+def _read_index(folder: Folder, rank: int | None, damages: list[Damage]) -> CheckpointIndex:
+    """Return the index of the folder's checkpoint. If either ``.metadata`` or the manifest is damaged, read the other one.
 
     Args:
         folder: the checkpoint's folder.
@@ -213,10 +212,10 @@ def _committed(folder: Folder, rank: int | None, damages: list[Damage]) -> Commi
         damages: the list to which such damage is added.
     """
     try:
-        return committed(folder, rank)
+        return read_index(folder, rank)
     except CorruptCheckpointError as error:
         try:
-            found = committed(folder, rank, verify=False)
+            found = read_index(folder, rank, verify=False)
         except CheckpointError:
             raise error from None
         every_key = tuple(found.metadata.state_dict_metadata)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch_xla_ckpt.errors import CheckpointError, Damage
 from torch_xla_ckpt.protocols import Folder, Window
 from torch_xla_ckpt.serialization import Archive, ArchiveError
-from torch_xla_ckpt.storage.files import NOT_A_FILE, TRANSIT, NotAFile
+from torch_xla_ckpt.storage.file_errors import NOT_A_FILE, TRANSIT, NotAFile
 from torch_xla_ckpt.storage.progress import Progress
 from torch_xla_ckpt.storage.ranges import MAX_GAP
 from torch_xla_ckpt.storage.read_bytes import BAD_CHECKSUM, ENDS_EARLY, MISSING
