@@ -204,7 +204,7 @@ def _verify(folder: Folder, rank: int | None, progress: bool) -> VerifyReport:
 
 
 def _read_index(folder: Folder, rank: int | None, damages: list[Damage]) -> CheckpointIndex:
-    """Return the index of the folder's checkpoint. If either ``.metadata`` or the manifest is damaged, read the other one.
+    """Return the checkpoint's index. If either ``.metadata`` or the manifest is damaged, read the other one.
 
     Args:
         folder: the checkpoint's folder.
