@@ -102,12 +102,14 @@ class LoadSink(Protocol):
 
 @dataclass(frozen=True)
 class Window:
-    """Bytes of a file that are wanted together.
+    """A view of a file's bytes, and the byte ranges in it that will be read.
 
     Args:
-        name: of the file.
-        start, stop: the bytes of which a view is wanted.
-        parts: the byte ranges within them that will be looked at, ascending; the others may hold anything.
+        name: the file's name.
+        start: the view's first byte in the file.
+        stop: the end of the view in the file.
+        parts: the byte ranges to read, ascending, as pairs of start and stop in the file. Other bytes of the view may
+            hold any values.
     """
 
     name: str
@@ -117,11 +119,11 @@ class Window:
 
 
 class Entry(NamedTuple):
-    """A file in a listing.
+    """A file in the listing of a folder.
 
     Args:
-        size: bytes.
-        modified: when it was last written, in seconds of the storage's clock; None if the storage does not tell.
+        size: the file's size in bytes.
+        modified: the time of the last write, in seconds of the storage's clock; None if the storage does not tell.
     """
 
     size: int
@@ -130,12 +132,12 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Version:
-    """What a file held when it was read, to be compared before the file is replaced.
+    """The version of a file that was read, to be compared before the file is replaced.
 
     Args:
-        digest: a digest of its bytes; None if there was no file.
-        end: its last bytes, at most ``ENDING`` of them.
-        tag: the store's own name for this version, an ETag for example; None if the store has none.
+        digest: a digest of the file's bytes; None if there was no file.
+        end: the file's last bytes, at most ``ENDING`` of them.
+        tag: the store's name for this version, an ETag for example; None if the store has none.
     """
 
     digest: bytes | None
@@ -151,76 +153,96 @@ class Version:
 
     @classmethod
     def none(cls) -> Version:
-        """Return the version of a file that is not there."""
+        """Return the version of a missing file."""
         return cls(None)
 
     @property
     def exists(self) -> bool:
+        """Whether there was a file."""
         return self.digest is not None
 
     def is_same(self, other: Version) -> bool:
-        """Whether both hold the same bytes, or both are not there."""
+        """Return whether both versions hold the same bytes, or both files were missing."""
         return self.digest == other.digest
 
 
 class Sink(Protocol):
     """A file being written."""
 
-    def write(self, data: Bytes) -> None: ...
+    def write(self, data: Bytes) -> None:
+        """Append bytes to the file."""
 
     def close(self) -> None:
-        """Finish the file; with ``sync`` it is on stable storage afterwards."""
+        """Finish the file. If its folder syncs, the file is on stable storage afterwards."""
 
     def abandon(self) -> None:
-        """Leave nothing behind, as far as that is possible."""
+        """Give up the file, and remove it if possible."""
 
 
 class Folder(Protocol):
-    """Files by name, all in one place."""
+    """A folder of files, local or remote. Every file is addressed by its name in the folder.
+
+    Attributes:
+        url: the folder's absolute path or URL, for people.
+        remote: whether the files are behind requests to a store; False on local disks.
+    """
 
     url: str
     remote: bool
 
     def make(self) -> None:
-        """Create the folder if it is not there."""
+        """Create the folder if it does not exist."""
 
     def settle(self) -> None:
-        """Wait for earlier requests of this process that may still replace or remove the checkpoint here.
+        """Wait for earlier requests of this process that may still replace or remove ``.metadata``.
 
-        They were given up on, because the store did not answer in time.
+        These are requests that exceeded their time limit. The store may carry them out later.
 
         Raises:
-            CheckpointError: they do not end within the time limit of one request.
+            CheckpointError: a request still runs after the time limit of one request.
         """
 
     def names(self) -> list[str]:
-        """All files; none when there is no folder."""
+        """Return the names of all files; none if the folder does not exist."""
 
     def listing(self) -> dict[str, Entry]:
-        """All files by name, with their sizes and times."""
+        """Return all files by name, with their sizes and times."""
 
     def folders(self) -> list[str]:
-        """Return the names of the folders in this one. A link counts as what it leads to."""
+        """Return the names of the folders in this folder. A link to a folder counts."""
 
-    def size(self, name: str) -> int: ...
+    def size(self, name: str) -> int:
+        """Return the size of a file in bytes.
 
-    def missing(self, files: Mapping[str, int], listed: Collection[str] | None = None) -> list[str]:
-        """Return which of these files are not here.
-
-        Args:
-            files: names, with sizes in bytes.
-            listed: the names that a listing made just now has, where there was one.
+        Raises:
+            FileNotFoundError: there is no such file.
         """
 
-    def read(self, name: str) -> bytes: ...
+    def missing(self, files: Mapping[str, int], listed: Collection[str] | None = None) -> list[str]:
+        """Return the names of files that are not here.
+
+        Args:
+            files: the sizes in bytes of the files to look for, by name.
+            listed: the names of the files in a listing made just now. Default: the folder makes a listing if it needs
+                one.
+        """
+
+    def read(self, name: str) -> bytes:
+        """Return the bytes of a whole file.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            NotAFile, IsADirectoryError: the name belongs to something else.
+        """
 
     def version(self, name: str) -> Version:
-        """Return what a file holds now, whether it is there or not."""
+        """Return the current version of a file, which may be missing."""
 
-    def create(self, name: str) -> Sink: ...
+    def create(self, name: str) -> Sink:
+        """Create a file and open it for writing."""
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a small file. A power failure may undo it."""
+        """Write a small file. A power failure may undo the write."""
 
     def replace(
         self,
@@ -229,48 +251,55 @@ class Folder(Protocol):
         temporary: str,
         *,
         expected: Version | None = None,
-        look: Callable[[], None] | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
-        """Write a whole file in one step: afterwards, and after a crash, it is the old one or the new one.
+        """Write a whole file in one step: after a crash, the file has the old bytes or the new ones.
 
         Args:
-            name: the file.
-            data: its new bytes.
-            temporary: the file to use on the way where the storage needs one.
-            expected: replace the file only if it still is this version. Comparing and replacing is one step on local
-                disks, in S3 and in memory. Elsewhere it is one step only for a file that is not there yet.
-            look: called before the file is replaced, and what it raises is raised. With ``expected`` on a local disk
-                it is part of that one step.
+            name: the file's name.
+            data: the new bytes.
+            temporary: the name of a temporary file, for storage that needs one.
+            expected: the version that the file must have; default: any. Comparing and replacing is one step on local
+                disks, in S3 and in memory. Elsewhere it is one step only if the expected file is missing.
+            check: a function that is called before the file is replaced, and prevents this if it raises. With
+                ``expected`` on a local disk, the call is part of the one step.
 
         Raises:
             FileChanged: the file is another version.
         """
 
     def append(self, name: str, line: bytes) -> None:
-        """Add a line to a file, which is made if it is not there. Where files cannot grow, it is written anew."""
+        """Append a line to a file, and create the file if it is missing.
 
-    def flush(self) -> None:
-        """With ``sync``: make the names of new files stable."""
-
-    def remove(self, names: Sequence[str]) -> None:
-        """Remove files; those that are gone already are fine.
-
-        Raises:
-            OSError: some are still there.
+        Where files cannot grow, the whole file is written again.
         """
 
-    def abort_uploads(self, of: Callable[[str], bool]) -> None:
-        """Drop what dead processes have uploaded of files with such names, which nobody sees but the bill."""
+    def flush(self) -> None:
+        """If the folder syncs, put the names of new files on stable storage."""
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove files. Files that are missing are ignored.
+
+        Raises:
+            OSError: some files are still there.
+        """
+
+    def abort_uploads(self, matches: Callable[[str], bool]) -> None:
+        """Abort unfinished uploads of dead processes, which are invisible but cost money.
+
+        Args:
+            matches: a function that returns whether to abort the uploads of a file, given its name.
+        """
 
     def view(self, windows: Sequence[Window]) -> list[memoryview]:
-        """The bytes of each window; shorter where the file ends before.
+        """Return the bytes of each window; fewer where the file ends before.
 
         Raises:
             FileNotFoundError, NotAFile, IsADirectoryError: naming the file in ``filename``.
         """
 
     def forget(self, name: str, start: int, stop: int) -> None:
-        """Say that these bytes will not be looked at again, so that they need not stay in memory."""
+        """Allow the folder to drop bytes of a file from memory. They will not be read again."""
 
     def release(self) -> None:
-        """Let go of what was kept for further views. Views stay valid."""
+        """Drop everything that the folder keeps for further views. Views that were returned stay valid."""

@@ -17,7 +17,7 @@ from support.s3 import Server, asks, broken_after
 from support.stepwise_saves import files_at, steps_of, value_at
 from torch_xla_ckpt.manager.deletion import StepDeletion
 from torch_xla_ckpt.manager.steps import Steps
-from torch_xla_ckpt.storage import commit, files, lease
+from torch_xla_ckpt.storage import checkpoint_index, file_names, files, lease, leftover_files
 from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.location import Location
 
@@ -166,9 +166,9 @@ def test_of_a_save_of_all_ranks_and_one_of_a_single_rank_the_first_to_commit_win
     list(steps_of(path, options, 2.0, winner))
     with pytest.raises(xc.ConcurrentSaveError):
         next(slow)
-    metadata = commit.metadata_name(winner)
+    metadata = file_names.metadata_name(winner)
     assert {name for name in files_at(path, options) if name.endswith(".metadata")} - {"__0.metadata"} <= {metadata}
-    found = commit.committed(open_folder(Location.of(path, options)), winner)
+    found = checkpoint_index.read_index(open_folder(Location.of(path, options)), winner)
     assert set(found.manifest.files) <= files_at(path, options)
 
 
@@ -227,13 +227,13 @@ def test_deleting_a_step_spares_a_save_that_commits_while_leases_are_read(place,
     """Its lease has ended by then, and its files were listed before."""
     path, options = place
     steps, save = step_of(path, options)
-    living = commit.living
+    live_saves = leftover_files.live_saves
 
     def late(*args):
         list(save)
-        return living(*args)
+        return live_saves(*args)
 
-    monkeypatch.setattr(commit, "living", late)
+    monkeypatch.setattr(leftover_files, "live_saves", late)
     with pytest.raises(OSError, match="is committed again, so its files stay"):
         StepDeletion(steps).clear(1)
     assert value_at(f"{path}/1", options) == 1.0
@@ -387,7 +387,7 @@ def test_restore_begins_again_with_one_checkpoint_for_all_its_steps(tmp_path):
 def test_verify_tells_of_damage_of_the_current_checkpoint_only(tmp_path, monkeypatch):
     path = tmp_path / "c"
     xc.save({"t": torch.full((100,), 1.0)}, path)
-    check = verify_module._check_file
+    check = verify_module.check_file
     replaced = iter([True])
 
     def late(*args):
@@ -395,7 +395,7 @@ def test_verify_tells_of_damage_of_the_current_checkpoint_only(tmp_path, monkeyp
             xc.save({"t": torch.full((100,), 2.0)}, path)
         return check(*args)
 
-    monkeypatch.setattr(verify_module, "_check_file", late)
+    monkeypatch.setattr(verify_module, "check_file", late)
     assert xc.verify(path).ok
 
 

@@ -1,4 +1,4 @@
-"""One parser reads an item, and refuses every file that another parser could read differently."""
+"""The archive parser refuses every file that another parser could read differently."""
 
 import io
 import logging
@@ -25,7 +25,7 @@ def saved(value):
 
 
 def zipped(members, prepended=0, comment=b""):
-    """A zip file by hand, whose directory tells offsets as if ``prepended`` bytes came before."""
+    """A hand-made zip file. Its directory has offsets as if ``prepended`` bytes came before the file."""
     out = directory = b""
     for name, content in members:
         fields = (0, 0x21, zlib.crc32(content), len(content), len(content), len(name), 0)
@@ -45,7 +45,7 @@ def members(pickled=ONE, folder=b"archive"):
     return [(folder + b"/" + name, content) for name, content in named.items()]
 
 
-def test_an_archive_put_together_by_hand_loads():
+def test_a_hand_made_archive_loads():
     assert decode("key", io.BytesIO(zipped(members())), (), False) == 1
 
 
@@ -81,13 +81,13 @@ AMBIGUOUS = {
 
 
 @pytest.mark.parametrize("how", AMBIGUOUS)
-def test_an_archive_that_can_be_read_in_two_ways_is_refused(how):
+def test_an_ambiguous_archive_is_refused(how):
     with pytest.raises(xc.CheckpointError, match="cannot read 'key'"):
         decode("key", io.BytesIO(AMBIGUOUS[how]), (), False)
 
 
-def test_the_archive_of_a_huge_tensor_is_read(tmp_path):
-    """Beyond 4 GiB torch writes sizes and offsets of 64 bits; the file is sparse."""
+def test_an_archive_of_more_than_4_gigabytes_is_read(tmp_path):
+    """Beyond 4 GiB torch writes sizes and offsets of 64 bits. The file is sparse."""
     with open(tmp_path / "huge", "w+b") as file:
         with torch.serialization.skip_data():
             torch.save([torch.empty(5 << 30, dtype=torch.uint8), torch.empty(3)], file)
@@ -129,7 +129,7 @@ def dtype_state(names, offset_of, size):
 
 
 def nested_dtype(levels):
-    """A dtype of two fields that lie over each other, each with two such fields, and so on."""
+    """A dtype with two overlapping fields, each of which has two such fields, and so on."""
     made = (
         named("numpy", "dtype")
         + unicode("b")
@@ -161,14 +161,14 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_an_item_costs_time_and_memory_in_proportion_to_its_bytes(name):
-    """Without a limit each of these takes minutes or gigabytes, or overflows the stack."""
+def test_a_pickle_that_multiplies_its_data_is_refused(name):
+    """Without a limit each of these pickles takes minutes or gigabytes, or overflows the stack."""
     with pytest.raises(xc.UnsafeObjectError, match="'key'"):
         decode("key", io.BytesIO(zipped(members(b"\x80\x02" + BOMBS[name] + b"."))), (), False)
 
 
 @pytest.mark.parametrize("use_stager", [False, True])
-def test_a_value_with_2_to_the_100_references_to_the_same_data_is_saved_and_loaded(use_stager, tmp_path):
+def test_a_value_with_2_to_the_100_shared_references_comes_back(use_stager, tmp_path):
     value = ()
     for _ in range(100):
         value = (value, value)
@@ -207,7 +207,7 @@ def called_deep(levels, work):
 
 @pytest.mark.parametrize("use_stager", [False, True])
 @pytest.mark.parametrize("wrap", [lambda v: (v,), lambda v: [v], lambda v: ({"k": v},)], ids=["tuple", "list", "both"])
-def test_what_is_nested_as_deep_as_is_promised_loads(wrap, use_stager, tmp_path):
+def test_objects_nested_max_depth_levels_deep_come_back(wrap, use_stager, tmp_path):
     depth = MAX_DEPTH // 2 if wrap(1) == ({"k": 1},) else MAX_DEPTH
     value = nested(depth, wrap)
 
@@ -225,7 +225,7 @@ def test_what_is_nested_as_deep_as_is_promised_loads(wrap, use_stager, tmp_path)
         assert down(target["a"]) == down(value)
 
 
-def test_a_state_dict_of_as_many_levels_as_are_promised_loads_and_one_more_is_refused_by_key(tmp_path):
+def test_a_state_dict_of_max_depth_levels_comes_back_and_a_deeper_one_is_refused(tmp_path):
     state = nested(MAX_DEPTH, lambda value: {"k": value})
     called_deep(300, lambda: xc.save(state, tmp_path, sync=False))
     target = nested(MAX_DEPTH, lambda value: {"k": value})
@@ -238,7 +238,7 @@ def test_a_state_dict_of_as_many_levels_as_are_promised_loads_and_one_more_is_re
 
 
 @pytest.mark.parametrize("use_stager", [False, True])
-def test_a_state_dict_that_contains_itself_is_refused_by_key(use_stager, tmp_path):
+def test_a_state_dict_that_contains_itself_is_refused_with_its_key(use_stager, tmp_path):
     cyclic = {"t": torch.ones(1)}
     cyclic["again"] = [torch.ones(1), cyclic]
     with pytest.raises(xc.CheckpointError, match=r"contains itself at 'model\.again\.1'"):
@@ -249,7 +249,7 @@ def test_a_state_dict_that_contains_itself_is_refused_by_key(use_stager, tmp_pat
             xc.save({"model": cyclic}, tmp_path, sync=False)
 
 
-def test_a_list_that_contains_itself_loads(tmp_path):
+def test_a_list_that_contains_itself_comes_back(tmp_path):
     cyclic = [1]
     cyclic.append(cyclic)
     xc.save({"a": cyclic}, tmp_path, sync=False)
@@ -269,7 +269,7 @@ class Sub(torch.Tensor):
 
 
 @pytest.mark.parametrize("use_stager", [False, True])
-def test_a_save_warns_once_of_what_a_load_will_refuse(use_stager, tmp_path, caplog):
+def test_a_save_warns_once_of_objects_that_a_load_will_refuse(use_stager, tmp_path, caplog):
     state = {
         **{"plain": {"a": [1], "b": np.float32(1)}, "t": torch.ones(2)},
         **{"thing": Thing(), "deep": {"x": ([Thing()], 1)}, "generator": torch.Generator()},
@@ -298,7 +298,7 @@ def test_a_save_warns_of_tensors_of_a_subclass(tmp_path, caplog):
         assert not warned
 
 
-def test_harmless_items_need_nothing_and_others_just_what_a_load_refuses():
+def test_needed_types_of_an_item_are_the_types_that_a_load_refuses():
     for value in HARMLESS:
         assert not encode("key", value, torch.Tensor.cpu).needs
     for value in (Colour.RED, Config(1, "x"), [Point(1, 2), {"a": Colour.RED}], np.add, threading.Event):
@@ -308,7 +308,7 @@ def test_harmless_items_need_nothing_and_others_just_what_a_load_refuses():
         assert item.needs == set(caught.value.types)
 
 
-def test_python_reads_our_archives_as_we_do():
+def test_zipfile_reads_the_same_members():
     data = saved({"a": torch.arange(3), "b": "x"})
     with zipfile.ZipFile(io.BytesIO(data)) as other:
         ours = Archive(memoryview(data))

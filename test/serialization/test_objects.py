@@ -1,4 +1,4 @@
-"""Objects come back equal, and nothing that a file names is run."""
+"""Objects come back equal, and loading runs no code from the file."""
 
 import collections
 import io
@@ -45,7 +45,7 @@ def test_a_tensor_inside_an_object_comes_back_bit_for_bit():
 
 
 @pytest.mark.parametrize("value", [Colour.RED, Config(3, "x"), Point(1, 2)], ids=repr)
-def test_the_callers_own_types_need_the_callers_word(value):
+def test_types_of_the_program_load_only_with_allow_types_or_trust_pickle(value):
     with pytest.raises(xc.UnsafeObjectError) as caught:
         through(value)
     name = f"{type(value).__module__}.{type(value).__qualname__}"
@@ -81,7 +81,7 @@ class Runs:
         lambda path: Runs(torch.load, path),
     ],
 )
-def test_code_in_a_file_is_refused_and_not_run(payload, tmp_path):
+def test_code_in_an_item_is_refused_and_not_run(payload, tmp_path):
     path = str(tmp_path / "ran")
     data = io.BytesIO()
     torch.save(payload(path), data)
@@ -91,19 +91,19 @@ def test_code_in_a_file_is_refused_and_not_run(payload, tmp_path):
     assert not os.path.exists(path)
 
 
-def test_what_cannot_be_pickled_is_named():
+def test_an_object_that_cannot_be_pickled_is_named():
     with pytest.raises(xc.CheckpointError, match=r"cannot save 'key'.*generator"):
         encode("key", (n for n in range(3)), to_host=torch.Tensor.cpu)
 
 
 @pytest.mark.parametrize("keep", [0, 10, 200])
-def test_truncated_bytes_are_an_error_of_ours(keep):
+def test_truncated_bytes_raise_a_checkpoint_error(keep):
     data = encode("key", {"a": 1}, to_host=torch.Tensor.cpu).getvalue()[:keep]
     with pytest.raises(xc.CheckpointError, match="cannot read 'key'"):
         decode("key", io.BytesIO(data), (), False)
 
 
-def test_the_allowlist_of_the_process_is_left_as_it_was():
+def test_allow_types_does_not_change_torchs_safe_globals():
     before = set(torch.serialization.get_safe_globals())
     through(np.float32(1), allow_types=[Config])
     assert set(torch.serialization.get_safe_globals()) == before

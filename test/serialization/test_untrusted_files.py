@@ -1,6 +1,6 @@
-"""Nothing that a file says is run, whatever it says and wherever it says it.
+"""No reader runs code from a file, whatever the code is and wherever it stands.
 
-Every payload is alive: pickle itself runs it, which is checked first.
+Every payload works: the first tests show that Python's pickle runs it.
 """
 
 import collections
@@ -50,7 +50,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 REFUSED = (xc.UnsafeObjectError, xc.CorruptCheckpointError)
 
 
-# Pickles by hand. Each of these is opcodes that leave one object on the stack.
+# Hand-made pickles. Each function returns opcodes that leave one object on the stack.
 
 
 def text(value):
@@ -79,7 +79,7 @@ def entry(mapping, key):
 
 
 def opcodes(value, protocol=4):
-    """What pickle makes of a value, without what belongs to the pickle as a whole."""
+    """The opcodes of a pickled value, without the first and last opcode and the frame of the pickle."""
     raw = pickletools.optimize(pickle.dumps(value, protocol))
     ops = [(op.name, at) for op, _, at in pickletools.genops(raw)]
     ends = [at for _, at in ops[1:]] + [len(raw)]
@@ -109,7 +109,7 @@ PARTIAL = named("functools", "partial")
 GLOBALS = attribute(attribute(named(METADATA, "Metadata"), "__init__"), "__globals__")
 ENUM_GLOBALS = attribute(attribute(named(METADATA, "_MEM_FORMAT_ENCODING"), "__new__"), "__globals__")
 
-# Each makes a folder at a path. Nothing but pickle is needed to run them.
+# Each payload makes a folder at a path when Python's pickle loads it.
 PAYLOADS = {
     **{f"reduce, protocol {n}": lambda path, n=n: opcodes(Runs(os.mkdir, path), n) for n in range(6)},
     "os.system": lambda path: opcodes(Runs(os.system, f"mkdir {path}")),
@@ -164,7 +164,7 @@ PAYLOADS = {
 
 @pytest.fixture(autouse=True)
 def registered(tmp_path, monkeypatch):
-    """An application that registered extension codes, and used one; a module on its path."""
+    """Register extension codes as an application would, use one, and put a module on the path."""
     copyreg.add_extension("os", "mkdir", 0xF1)
     copyreg.add_extension("os", "makedirs", 0xF2)
     assert pickle.loads(b"\x80\x02\x82\xf2.") is os.makedirs
@@ -188,7 +188,7 @@ def payload(name, canary):
     return PAYLOADS[name](str(canary))
 
 
-# A checkpoint as stock DCP writes it, put together by hand.
+# A hand-made checkpoint as stock DCP writes it.
 
 
 def tensor_entry(host):
@@ -197,7 +197,7 @@ def tensor_entry(host):
 
 
 def stock(path, items, change=lambda metadata: metadata):
-    """Write a stock checkpoint; ``items`` maps keys to what the metadata says of them and their bytes."""
+    """Write a stock checkpoint. ``items`` maps keys to pairs of metadata entry and bytes."""
     path.mkdir(exist_ok=True)
     places, at = {}, 0
     for key, (said, data) in items.items():
@@ -219,7 +219,7 @@ def harmless():
 
 
 class Raw:
-    """Opcodes in the place of an object."""
+    """Opcodes instead of an object."""
 
     def __init__(self, body):
         self.body = body
@@ -234,7 +234,7 @@ class RawPickler(pickle._Pickler):
 
 
 def dumps(metadata):
-    """Without frames, and yet of a protocol that takes names with dots apart."""
+    """Pickle without frames, in a protocol that splits names at dots."""
     data = io.BytesIO()
     RawPickler(data, protocol=3).dump(metadata)
     return b"\x80\x04" + data.getvalue()[2:]
@@ -266,7 +266,7 @@ PLACES = {
 
 
 def poisoned(path, place, body):
-    """A stock checkpoint with opcodes at a place of its metadata."""
+    """A stock checkpoint with opcodes inserted into its metadata."""
     return stock(path, harmless(), lambda metadata: PLACES[place](metadata, body))
 
 
@@ -292,7 +292,7 @@ def verify(path):
 READERS = {
     "load": load,
     "load, verify=False": functools.partial(load, verify=False),
-    "load, trust_pickle=True": functools.partial(load, trust_pickle=True),  # a word about objects, not about metadata
+    "load, trust_pickle=True": functools.partial(load, trust_pickle=True),  # is about objects, not about metadata
     "verify": verify,
     "stock planner": load_with_stock_planner,
     "metadata": lambda path: xc.ShardReader(path).read_metadata().state_dict_metadata,
@@ -300,7 +300,7 @@ READERS = {
 
 
 def came_alive(canary):
-    """Whether the canary's folder appeared; some payloads start a process."""
+    """Whether the payload made its folder. Some payloads start a process first."""
     for _ in range(100):
         if canary.exists():
             canary.rmdir()
@@ -311,7 +311,7 @@ def came_alive(canary):
 
 @pytest.mark.parametrize("name", PAYLOADS)
 def test_pickle_runs_this_payload(name, canary):
-    """Else the tests below would prove nothing."""
+    """Otherwise the tests below would prove nothing."""
     pickle.loads(b"\x80\x04" + payload(name, canary) + b".")
     assert came_alive(canary)
 
@@ -325,7 +325,7 @@ def test_stock_torch_runs_a_payload_in_this_place(place, canary, tmp_path):
     assert came_alive(canary)
 
 
-def test_what_is_put_together_by_hand_is_a_checkpoint(tmp_path):
+def test_the_hand_made_checkpoint_loads(tmp_path):
     path = stock(tmp_path / "checkpoint", harmless())
     assert xc.verify(path).ok
     for target in (load(path), {"t": torch.zeros(6), "step": 0}):
@@ -353,7 +353,7 @@ def test_code_in_stock_metadata_is_refused_by_every_reader(name, canary, tmp_pat
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
-def test_code_in_metadata_is_not_run_by_saving_over_it(name, canary, tmp_path):
+def test_saving_over_metadata_does_not_run_code_in_it(name, canary, tmp_path):
     for place in PLACES:
         path = poisoned(tmp_path / "checkpoint", place, payload(name, canary))
         xc.save({"t": SAVED, "step": 7}, path, sync=False)
@@ -373,7 +373,7 @@ def test_code_in_a_ranks_own_metadata_is_refused(name, canary, tmp_path):
 
 
 def ours(path):
-    """A checkpoint of ours, its pickle, and its manifest's text."""
+    """Save a checkpoint. Return its pickle, and the path and content of its manifest."""
     xc.save({"t": SAVED, "step": 7}, path, sync=False)
     (manifest,) = path.glob("manifest-*.json")
     data = (path / ".metadata").read_bytes()
@@ -381,14 +381,14 @@ def ours(path):
 
 
 def sealed(top):
-    """A manifest's bytes, with the checksum that belongs to them."""
+    """The bytes of a manifest, with the right checksum."""
     top = {key: value for key, value in top.items() if key != "xxh3_64"} if isinstance(top, dict) else top
     body = json.dumps(top).encode()[:-1] + b","
     return body + b'\n"xxh3_64": "%s"}' % xxhash.xxh3_64_hexdigest(body).encode()
 
 
 def publish(path, pickled, manifest):
-    """Whoever can write to the folder can compute checksums too."""
+    """Commit a pickle and a manifest with valid checksums, as an attacker with write access can."""
     save_id = next(path.glob("__0_0-*.distcp")).name[6:22]
     whole = SimpleNamespace(save_id=save_id, to_bytes=lambda: manifest)
     for old in path.glob("manifest-*.json"):
@@ -397,7 +397,7 @@ def publish(path, pickled, manifest):
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
-def test_code_in_our_metadata_with_a_fitting_last_line_never_runs(name, canary, tmp_path):
+def test_code_in_our_metadata_with_valid_checksums_never_runs(name, canary, tmp_path):
     path = tmp_path / "checkpoint"
     for place in ("all of it", "behind the metadata", "planner_data"):
         pickled, manifest, top = ours(path)
@@ -422,14 +422,14 @@ def test_code_in_our_metadata_with_a_fitting_last_line_never_runs(name, canary, 
 
 
 @pytest.mark.parametrize("opcode", [b"P5\n", text("x") + b"Q", text("storage") + b"\x85Q"], ids=repr)
-def test_references_out_of_the_metadata_are_refused(opcode, canary, tmp_path):
+def test_persistent_ids_in_metadata_are_refused(opcode, canary, tmp_path):
     path = poisoned(tmp_path / "checkpoint", "planner_data", opcode)
     for read in READERS.values():
         refuses(read, path, canary)
 
 
 def nested(times, start=b")"):
-    """A tuple of a tuple ... of two references each: 2**times leaves in a few bytes per level."""
+    """A tuple of two references to a tuple of two references, and so on: 2**times leaves in a few bytes."""
     return start + b"".join(b"2\x86" for _ in range(times))
 
 
@@ -450,14 +450,14 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_metadata_costs_no_more_time_and_memory_than_it_has_bytes(name, tmp_path):
+def test_metadata_that_multiplies_its_data_is_handled_quickly(name, tmp_path):
     for place in PLACES:
         path = poisoned(tmp_path / "checkpoint", place, BOMBS[name])
         is_ok(path)
 
 
 def test_metadata_of_a_newer_torch_with_more_fields_is_read(tmp_path, monkeypatch):
-    """torch 2.15 adds the strides of a tensor, which torch 2.9 cannot unpickle."""
+    """torch 2.15 adds a tensor's strides, which torch 2.9 cannot unpickle."""
     state_of = TensorProperties.__getstate__
     with monkeypatch.context() as newer:
         newer.setattr(TensorProperties, "__getstate__", lambda self: (*state_of(self), (1,), "a later field"))
@@ -468,8 +468,8 @@ def test_metadata_of_a_newer_torch_with_more_fields_is_read(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(("module", "name"), [name.rsplit(".", 1) for name in sorted(metadata_file._TABLE.values)])
-def test_reading_metadata_changes_nothing_that_it_names(module, name, tmp_path):
-    """BUILD sets attributes of whatever lies on the stack, of classes, functions and members of enumerations too."""
+def test_reading_metadata_does_not_change_the_named_classes_and_functions(module, name, tmp_path):
+    """The opcode BUILD sets attributes of anything on the stack, also of classes, functions and enumeration members."""
     before = everything_admitted()
     new = b"}" + text("polluted") + b"Ns"
     try:
@@ -491,7 +491,7 @@ def delete(thing, name):
 
 
 def everything_admitted():
-    """Each thing that metadata may name, with its attributes."""
+    """Every class and function that metadata may name, with its attributes."""
     named_there = {name: getattr(thing, "make", thing) for name, thing in metadata_file._TABLE.values.items()}
     members = {str(member): member for member in sys.modules[METADATA]._MEM_FORMAT_ENCODING}
     things = {name: thing for name, thing in {**named_there, **members}.items() if hasattr(thing, "__dict__")}
@@ -502,7 +502,7 @@ def everything_admitted():
 
 
 def archive(pickled, records=()):
-    """What ``torch.save`` writes, with this pickle in it."""
+    """An archive as ``torch.save`` writes it, with the given pickle."""
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w", zipfile.ZIP_STORED) as archive:
         for name, content in {"data.pkl": pickled, "byteorder": b"little", "version": b"3\n", **dict(records)}.items():
@@ -518,7 +518,7 @@ def unarchived(data):
 @pytest.mark.parametrize("name", PAYLOADS)
 @pytest.mark.parametrize("key", ["t", "step"])
 def test_code_in_a_stock_item_is_refused(key, name, canary, tmp_path):
-    """In a tensor's frame and in an object: alone, and before and behind what belongs there."""
+    """The code stands in a tensor's item or in an object: alone, or before or behind the honest pickle."""
     body = payload(name, canary)
     items = harmless()
     said, data = items[key]
@@ -533,11 +533,11 @@ def test_code_in_a_stock_item_is_refused(key, name, canary, tmp_path):
             refuses(functools.partial(load, verify=False), path, canary, (repr(key),))
             xc.verify(path)
             assert not canary.exists()
-            if key == "t":  # trusting objects is no word about tensors
+            if key == "t":  # trust_pickle is about objects, not about tensors
                 refuses(functools.partial(load, trust_pickle=True), path, canary, ("'t'",))
 
 
-def test_a_stock_tensor_item_runs_when_torch_is_told_to_trust_it(canary):
+def test_torch_load_runs_the_payload_in_a_stock_tensor_item(canary):
     body = payload("GLOBAL", canary)
     torch.load(io.BytesIO(archive(b"\x80\x02" + body + b".")), weights_only=False)
     assert came_alive(canary)
@@ -554,7 +554,7 @@ OBJECTS = {
 
 
 @pytest.mark.parametrize("how", OBJECTS)
-def test_code_in_an_object_of_ours_is_refused_although_its_checksum_fits(how, canary, tmp_path):
+def test_code_in_an_object_with_a_valid_checksum_is_refused(how, canary, tmp_path):
     xc.save({"t": SAVED, "step": OBJECTS[how](str(canary))}, tmp_path / "checkpoint")
     assert not canary.exists() and xc.verify(tmp_path / "checkpoint").ok
     error = refuses(load, tmp_path / "checkpoint", canary, ("'step'",))
@@ -563,14 +563,14 @@ def test_code_in_an_object_of_ours_is_refused_although_its_checksum_fits(how, ca
     assert came_alive(canary)
 
 
-def test_a_tensor_item_that_is_an_object_of_another_kind_is_damage(tmp_path, canary):
+def test_a_tensor_item_without_the_tensor_is_reported_as_damage(tmp_path, canary):
     for value in (5, {"a": 1}, torch.arange(7.0), [torch.arange(6.0)], torch.zeros(6, device="meta")):
         path = stock(tmp_path / "checkpoint", {**harmless(), "t": (tensor_entry(SAVED), saved_by_torch(value))})
         assert isinstance(refuses(load, path, canary, ("'t'",)), xc.CorruptCheckpointError)
 
 
 def swollen(value, claimed):
-    """A tensor's item that claims more elements than it has bytes for; torch up to 2.9 believes it."""
+    """A tensor's item that claims more elements than it has bytes for. torch up to 2.9 believes the claim."""
     records = unarchived(saved_by_torch(value))
     count = value.numel()
     assert count < 256
@@ -581,8 +581,8 @@ def swollen(value, claimed):
     return archive(pickled, records)
 
 
-def test_a_tensor_that_claims_memory_behind_its_bytes_is_refused(tmp_path, canary):
-    """Reading it would show, and writing to it change, whatever lies there."""
+def test_a_tensor_larger_than_its_storage_is_refused(tmp_path, canary):
+    """Such a tensor would show and change foreign memory."""
     large = torch.zeros(1000)
     item = swollen(torch.arange(6.0), 1000)
     path = stock(tmp_path / "tensor", {**harmless(), "t": (tensor_entry(large), item)})
@@ -594,7 +594,7 @@ def test_a_tensor_that_claims_memory_behind_its_bytes_is_refused(tmp_path, canar
 
 
 def array_with(dtype_state, raw, spec="V8"):
-    """An array whose dtype's state is forged."""
+    """An array whose dtype has a forged state."""
     build, (cls, shape, code), _ = np.empty(0).__reduce__()
 
     class Forged:
@@ -621,8 +621,8 @@ FORGED = {
 
 
 @pytest.mark.parametrize("how", FORGED)
-def test_a_numpy_type_that_reaches_into_foreign_memory_is_refused(how, tmp_path, canary):
-    """numpy believes the flags, offsets and sizes that a pickle gives a dtype. Nothing here looks at the array."""
+def test_a_numpy_dtype_that_reaches_outside_of_its_array_is_refused(how, tmp_path, canary):
+    """numpy trusts the flags, offsets and sizes that a pickle gives a dtype. The test never reads the array."""
     value = array_with(FORGED[how], (0x4141414141414141).to_bytes(8, "little"))
     path = tmp_path / "checkpoint"
     xc.save({"t": SAVED, "step": {"in": [value]}}, path, sync=False)
@@ -649,7 +649,7 @@ OUTSIDE = [
 
 @pytest.mark.parametrize("name", [*OUTSIDE, "absolute", "sub/../../victim", "memory://victim", "x\0y"])
 def test_files_outside_of_the_folder_are_neither_read_nor_removed(name, canary, tmp_path):
-    """The victim holds just what a load needs, so a reader that follows the name succeeds."""
+    """The victim holds the bytes of the item, so that a reader that follows the name succeeds."""
     victim = tmp_path / "outer" / "victim"
     path = tmp_path / "outer" / "checkpoint"
     victim.parent.mkdir()
@@ -684,8 +684,8 @@ def is_ok(path):
         return False
 
 
-def test_saving_over_a_checkpoint_removes_its_files_and_no_others(tmp_path):
-    """Metadata that names somebody's own file must not have it deleted."""
+def test_saving_over_a_checkpoint_removes_only_checkpoint_files(tmp_path):
+    """Metadata that names a file of the user must not cause the file's deletion."""
     path = tmp_path / "checkpoint"
 
     def renamed(metadata):
@@ -699,7 +699,7 @@ def test_saving_over_a_checkpoint_removes_its_files_and_no_others(tmp_path):
     assert (path / "notes.txt").exists() and (path / "model.py").exists()
 
 
-# Metadata that is well-formed, and nonsense.
+# Well-formed metadata with nonsensical values.
 
 
 def paths_in(node, path=()):
@@ -726,7 +726,7 @@ ODD = [paths_in, None, True, -1, 0.5, 1 << 62, 1 << 70, "", "x", "zz" * 8, "floa
 
 
 @pytest.mark.parametrize("odd", ODD, ids=lambda odd: "deleted" if odd is paths_in else repr(odd))
-def test_a_nonsensical_manifest_with_fitting_checksums_is_an_error_of_ours(odd, tmp_path):
+def test_a_nonsensical_manifest_with_valid_checksums_raises_a_checkpoint_error(odd, tmp_path):
     path = tmp_path / "checkpoint"
     pickled, _, top = ours(path)
     del top["xxh3_64"]
@@ -757,7 +757,7 @@ RAW = ("KeyError", "TypeError", "IndexError", "AttributeError", "OverflowError",
     [b"", b"{", b"[]", b"null", b'"x"', b"[" * 100_000, b'{"a":' * 50_000, b"\xff\xfe", b'{"format": 1}', b"{}" * 9],
     ids=lambda data: repr(data[:12]),
 )
-def test_a_manifest_that_is_no_manifest_is_an_error_of_ours(manifest, tmp_path):
+def test_a_file_that_is_no_manifest_raises_a_checkpoint_error(manifest, tmp_path):
     path = tmp_path / "checkpoint"
     pickled, _, _ = ours(path)
     body = manifest[:-1] + b","
@@ -769,7 +769,7 @@ def test_a_manifest_that_is_no_manifest_is_an_error_of_ours(manifest, tmp_path):
         assert not is_ok(path)
 
 
-def test_a_manifest_of_a_later_version_says_so(tmp_path):
+def test_a_manifest_of_a_later_version_is_refused_with_both_versions(tmp_path):
     path = tmp_path / "checkpoint"
     pickled, _, top = ours(path)
     publish(path, pickled, sealed({**top, "version": 2}))
@@ -823,7 +823,7 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("how", NONSENSE)
-def test_nonsensical_stock_metadata_is_an_error_of_ours(how, tmp_path):
+def test_nonsensical_stock_metadata_raises_a_checkpoint_error(how, tmp_path):
     path = stock(tmp_path / "checkpoint", harmless(), NONSENSE[how])
     try:
         load(path)

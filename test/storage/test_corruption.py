@@ -1,6 +1,6 @@
-"""Every bit of every file counts: whatever is not as it was written is found, and laid at the right door.
+"""Damage in any file of a checkpoint is found, and reported with the right key, file and byte range.
 
-Bits are flipped in place and flipped back, so one checkpoint serves for hundreds of positions.
+Bits are flipped in place and flipped back, so that one checkpoint serves for hundreds of positions.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from support.meshes import holds, mesh, put, random_bits, same_bits
 BLOCK = 4 << 20
 SEAL = 2 + len("torch_xla_ckpt") + 3 * 17  # the last line of .metadata, with the line breaks around it
 
-# A tensor of four blocks whose zip tail lies in a block of its own, so that loading never looks at it.
+# A tensor of four blocks whose zip tail lies in a block of its own, so that loading never reads the tail.
 LARGE = (4 * BLOCK - 640) // 4
 HOST = {
     "large": random_bits((LARGE,), torch.float32, 1),
@@ -57,7 +57,7 @@ def is_whole(state):
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """Where an item lies, from the manifest's own text: docs/format.md, read a second time."""
+    """The place of an item, parsed from the manifest as docs/format.md describes it."""
 
     key: str
     file: str
@@ -68,11 +68,11 @@ class Item:
 
     @property
     def end(self):
-        """With the zeros up to the next item."""
+        """The end of the item with the zeros behind it."""
         return self.offset + -(-self.length // 64) * 64
 
     def is_needed(self, position):
-        """Whether loading the whole item looks at the block in which a position lies."""
+        """Whether loading the whole item reads the block of a position."""
         if self.data is None:
             return True
         first, last = self.data // BLOCK, (self.data + self.nbytes - 1) // BLOCK
@@ -81,7 +81,7 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """A checkpoint's files by what they are."""
+    """The files of a checkpoint by kind."""
 
     path: object
     manifest: str
@@ -121,7 +121,7 @@ def save(path, by=1, **options):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A checkpoint with several data files. Whoever changes it puts it back."""
+    """A checkpoint with several data files. A test that changes it changes it back."""
     files = files_of(save(tmp_path_factory.mktemp("saved") / "checkpoint"))
     assert len(files.data) == 3 and {item.key for item in files.items} == KEYS
     yield files
@@ -131,7 +131,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def copy(files, tmp_path):
-    """A copy to destroy."""
+    """A copy of the checkpoint, which a test may damage."""
     return files_of(shutil.copytree(files.path, tmp_path / "checkpoint"))
 
 
@@ -152,19 +152,19 @@ def flipped(path, position, bit):
 
 
 def load_errors(path, **options):
-    """What loading everything says; None if every bit came back. Anything else fails the test."""
+    """Load everything. Return the error that reports damage, or None if every bit came back."""
     state = target()
     try:
         xc.load(state, path, **options)
     except xc.CorruptCheckpointError as error:
-        assert error.damages, f"an error that names no damage: {error}"
+        assert error.damages, f"an error without damages: {error}"
         return error
-    assert is_whole(state), "loaded, and not what was saved"
+    assert is_whole(state), "the loaded values are not the saved ones"
     return None
 
 
 def spots(files, region):
-    """All stretches of a kind, as (file, start, stop)."""
+    """All byte ranges of a kind, as (file, start, stop)."""
     if region in ("manifest", "manifest's last line"):
         size, last = files.size(files.manifest), len('\n"xxh3_64": "0123456789abcdef"}')
         return [(files.manifest, *((0, size - last) if region == "manifest" else (size - last, size)))]
@@ -201,7 +201,7 @@ FLIPS = {
 
 
 @pytest.mark.parametrize("region", FLIPS)
-def test_a_flipped_bit_is_found_where_it_is_and_never_loaded(files, region):
+def test_verify_and_load_name_the_place_of_a_flipped_bit(files, region):
     chance = random.Random(region)
     where = spots(files, region)
     sampled = []
@@ -209,7 +209,7 @@ def test_a_flipped_bit_is_found_where_it_is_and_never_loaded(files, region):
         ((name, start, stop),) = where
         sampled = [(name, position) for position in range(start, stop)]
         assert len(sampled) == FLIPS[region]
-    for number in range(FLIPS[region] - len(sampled)):  # each stretch once before any a second time
+    for number in range(FLIPS[region] - len(sampled)):  # every range once before any range a second time
         name, start, stop = where[number % len(where)]
         sampled.append((name, chance.randrange(start, stop)))
     wrong = []
@@ -232,7 +232,7 @@ def test_a_flipped_bit_is_found_where_it_is_and_never_loaded(files, region):
 
 
 def covers(damages, name, position, keys=None):
-    """Whether one of the damages is this one, and none accuses another file."""
+    """Whether the damages include this position, and name no other file."""
     return {damage.file for damage in damages} == {name} and any(
         damage.start <= position < damage.stop and keys in (None, set(damage.keys)) for damage in damages
     )
@@ -247,7 +247,7 @@ def cuts(size):
 
 
 @pytest.mark.parametrize("which", ["data 0", "data 1", "manifest", ".metadata"])
-def test_a_truncated_file_is_found_with_the_keys_that_it_held(copy, which):
+def test_a_truncated_file_is_reported_with_its_keys(copy, which):
     name = {"data 0": copy.data[0], "data 1": copy.data[1], "manifest": copy.manifest}.get(which, ".metadata")
     whole = (copy.path / name).read_bytes()
     edges = [edge for item in copy.items if item.file == name for edge in (item.offset, item.offset + 5 * BLOCK // 4)]
@@ -258,7 +258,7 @@ def test_a_truncated_file_is_found_with_the_keys_that_it_held(copy, which):
         report = xc.verify(copy.path)
         lost = {item.key for item in copy.items if item.file == name and item.end > length}
         expected = KEYS if name not in copy.data else lost
-        # A pickle that ends early does not say which keys there were, unless the manifest can still be found.
+        # A pickle that ends early does not tell the keys, unless the manifest can still be found.
         unknown = name == ".metadata" and length < len(whole) - SEAL
         assert not report.ok and {damage.file for damage in report.damages} == {name}, (length, report)
         assert set(report.keys) == expected or (unknown and not report.keys), (length, report)
@@ -271,7 +271,7 @@ def test_a_truncated_file_is_found_with_the_keys_that_it_held(copy, which):
 
 @pytest.mark.parametrize("what", ["missing", "empty"])
 @pytest.mark.parametrize("which", ["data 0", "data 1", "manifest"])
-def test_a_file_that_is_gone_or_empty_is_found_with_the_keys_that_it_held(copy, which, what):
+def test_a_missing_or_empty_file_is_reported_with_its_keys(copy, which, what):
     name = {"data 0": copy.data[0], "data 1": copy.data[1]}.get(which, copy.manifest)
     (copy.path / name).unlink() if what == "missing" else (copy.path / name).write_bytes(b"")
     report = xc.verify(copy.path)
@@ -288,7 +288,7 @@ def test_a_file_that_is_gone_or_empty_is_found_with_the_keys_that_it_held(copy, 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("what", ["pipe", "socket", "device", "folder", "link to itself"])
 @pytest.mark.parametrize("which", ["data 0", "manifest", ".metadata"])
-def test_what_is_no_file_is_found_in_the_place_of_one_and_never_waited_for(copy, which, what, tmp_path):
+def test_a_pipe_socket_or_folder_in_place_of_a_file_is_reported_without_blocking(copy, which, what, tmp_path):
     name = {"data 0": copy.data[0], "manifest": copy.manifest}.get(which, which)
     path = copy.path / name
     path.unlink()
@@ -310,20 +310,20 @@ def test_what_is_no_file_is_found_in_the_place_of_one_and_never_waited_for(copy,
     assert {damage.file for damage in load_errors(copy.path).damages} == {name}
 
 
-def test_no_metadata_means_no_checkpoint(copy):
+def test_a_folder_without_metadata_holds_no_checkpoint(copy):
     (copy.path / ".metadata").unlink()
     for read in (lambda: xc.verify(copy.path), lambda: xc.load(target(), copy.path)):
         with pytest.raises(xc.CheckpointError, match=r"there is no checkpoint in .*no \.metadata"):
             read()
 
 
-def test_empty_metadata_is_found(copy):
+def test_empty_metadata_is_reported(copy):
     (copy.path / ".metadata").write_bytes(b"")
     assert {damage.file for damage in xc.verify(copy.path).damages} == {".metadata"}
     assert {damage.file for damage in load_errors(copy.path).damages} == {".metadata"}
 
 
-def test_data_files_that_changed_places_are_found(copy):
+def test_swapped_data_files_are_reported(copy):
     contents = [(copy.path / name).read_bytes() for name in copy.data]
     for name, content in zip(copy.data, [*contents[1:], contents[0]]):
         (copy.path / name).write_bytes(content)
@@ -338,14 +338,14 @@ def other(tmp_path_factory):
     return files_of(save(tmp_path_factory.mktemp("other") / "checkpoint", by=-1))
 
 
-def test_two_checkpoints_that_exchanged_manifests_are_found(copy, other):
+def test_the_manifest_of_another_checkpoint_is_reported(copy, other):
     (copy.path / copy.manifest).write_bytes((other.path / other.manifest).read_bytes())
     report = xc.verify(copy.path)
     assert {damage.file for damage in report.damages} == {copy.manifest} and set(report.keys) == KEYS
     assert {damage.file for damage in load_errors(copy.path).damages} == {copy.manifest}
 
 
-def test_metadata_of_another_checkpoint_is_found(copy, other):
+def test_metadata_of_another_checkpoint_is_reported(copy, other):
     (copy.path / ".metadata").write_bytes((other.path / ".metadata").read_bytes())
     report = xc.verify(copy.path)
     assert not report.ok and set(report.keys) == KEYS
@@ -353,8 +353,8 @@ def test_metadata_of_another_checkpoint_is_found(copy, other):
 
 
 @pytest.mark.parametrize("both", [("data", "data"), ("manifest", "data"), ("manifest", "metadata")], ids=str)
-def test_files_put_together_from_two_checkpoints_are_found(copy, other, both):
-    """Each file is whole; they do not belong together."""
+def test_files_mixed_from_two_checkpoints_are_reported(copy, other, both):
+    """Each file is undamaged, but the files do not belong together."""
     if "data" in both:
         shutil.copyfile(other.path / other.data[0], copy.path / copy.data[0])
     if "manifest" in both:
@@ -368,7 +368,7 @@ def test_files_put_together_from_two_checkpoints_are_found(copy, other, both):
 
 @pytest.mark.parametrize("added", [1, 64, 5000])
 @pytest.mark.parametrize("which", ["data", "manifest", ".metadata"])
-def test_bytes_that_nobody_wrote_are_found(copy, which, added):
+def test_appended_bytes_are_reported(copy, which, added):
     name = {"data": copy.data[0], "manifest": copy.manifest}.get(which, ".metadata")
     before = copy.size(name)
     with open(copy.path / name, "ab") as file:
@@ -379,7 +379,7 @@ def test_bytes_that_nobody_wrote_are_found(copy, which, added):
     assert error is None if which == "data" else error.damages[0].file == name
 
 
-def test_damage_in_several_places_is_named_with_each_place(files):
+def test_each_of_several_damages_is_reported(files):
     chosen = [next(item for item in files.items if item.key == key) for key in ("model.small", "model.large", "step")]
     positions = [(item.file, item.offset + item.length // 2, item.key) for item in chosen]
     with contextlib.ExitStack() as stack:
@@ -393,14 +393,24 @@ def test_damage_in_several_places_is_named_with_each_place(files):
     assert str(report).count("\n") == 3 and "DAMAGED" in str(report)
 
 
-def test_only_the_block_that_is_hit_is_named(files):
+def test_a_verify_report_is_false_if_the_checkpoint_is_damaged(files, tmp_path):
+    assert bool(xc.verify(files.path)) is xc.verify(files.path).ok is True
+    item = next(item for item in files.items if item.key == "model.small")
+    with flipped(files.path / item.file, item.offset + item.data, 0):
+        damaged = xc.verify(files.path)
+    assert bool(damaged) is damaged.ok is False and damaged.damages
+    incomplete = dataclasses.replace(damaged, damages=(), incomplete={"t": "[0:1) is missing"})
+    assert bool(incomplete) is incomplete.ok is False
+
+
+def test_only_the_damaged_block_is_reported(files):
     item = next(item for item in files.items if item.key == "model.large")
     with flipped(files.path / item.file, item.offset + BLOCK + 5, 0):
         (damage,) = xc.verify(files.path).damages
     assert (damage.start, damage.stop) == (item.offset + BLOCK, item.offset + 2 * BLOCK)
 
 
-def test_without_verifying_everything_but_the_flipped_bit_is_loaded(files):
+def test_verify_false_loads_everything_but_the_flipped_bit(files):
     item = next(item for item in files.items if item.key == "model.rows")
     state = target()
     with flipped(files.path / item.file, item.offset + item.data + 1001, 6):
@@ -411,7 +421,7 @@ def test_without_verifying_everything_but_the_flipped_bit_is_loaded(files):
 
 
 @pytest.mark.parametrize("which", ["manifest", "manifest, missing", ".metadata", ".metadata's last line"])
-def test_without_verifying_whichever_of_metadata_and_manifest_is_whole_is_enough(copy, which, caplog):
+def test_verify_false_loads_if_only_metadata_or_only_the_manifest_is_damaged(copy, which, caplog):
     if which == "manifest, missing":
         (copy.path / copy.manifest).unlink()
     else:
@@ -425,7 +435,7 @@ def test_without_verifying_whichever_of_metadata_and_manifest_is_whole_is_enough
         assert copy.manifest in caplog.text
 
 
-def test_without_verifying_a_file_that_ends_early_is_an_error_all_the_same(copy):
+def test_verify_false_still_reports_a_file_that_ends_early(copy):
     item = max((item for item in copy.items if item.file == copy.data[0]), key=lambda item: item.end)
     with open(copy.path / item.file, "r+b") as file:
         file.truncate(item.offset + (item.data or 0) + 1)
@@ -434,7 +444,7 @@ def test_without_verifying_a_file_that_ends_early_is_an_error_all_the_same(copy)
 
 
 @pytest.mark.parametrize("damaged", ["small", "large", "sharded", "step"])
-def test_a_load_that_needs_none_of_the_damaged_bytes_succeeds(files, damaged):
+def test_a_load_that_needs_no_damaged_bytes_succeeds(files, damaged):
     key = damaged if damaged in OBJECTS else f"model.{damaged}"
     item = next(item for item in files.items if item.key == key)
     with flipped(files.path / item.file, item.offset + item.length // 2, 1):
@@ -446,7 +456,7 @@ def test_a_load_that_needs_none_of_the_damaged_bytes_succeeds(files, damaged):
 
 
 class Rows(dcp.DefaultLoadPlanner):
-    """Loads some rows of a tensor and nothing else: DCP's planner, with the target moved down by ``first`` rows."""
+    """DCP's planner, changed to load only some rows of a tensor, from row ``first`` on."""
 
     def __init__(self, first):
         super().__init__()
@@ -468,7 +478,7 @@ def load_rows(path, part, first):
     dcp.load({"model.large": part}, storage_reader=xc.ShardReader(path), planner=Rows(first))
 
 
-def test_a_load_of_some_rows_fails_only_for_damage_in_the_blocks_that_hold_them(files):
+def test_a_load_of_some_rows_fails_only_for_damage_in_their_blocks(files):
     item = next(item for item in files.items if item.key == "model.large")
     assert item.nbytes > 3 * BLOCK
     count = 1000
@@ -501,8 +511,8 @@ def test_dcp_load_raises_dcps_exception_with_our_cause(files):
                 assert isinstance(cause, xc.CorruptCheckpointError) and cause.damages[0].file == name
 
 
-def test_a_load_onto_a_mesh_that_fails_leaves_each_tensor_whole_or_untouched(files):
-    """Half of a damaged tensor must never reach a device."""
+def test_a_failed_load_onto_a_mesh_leaves_each_tensor_loaded_or_untouched(files):
+    """No part of a damaged tensor may reach a device."""
     item = next(item for item in files.items if item.key == "model.sharded")
     state = {"model": {key: put(torch.zeros_like(host), mesh((2, 4)), None) for key, host in HOST.items()}}
     state["model"]["sharded"] = put(torch.zeros_like(HOST["sharded"]), mesh((2, 4)), ("b", "a"))
@@ -514,7 +524,7 @@ def test_a_load_onto_a_mesh_that_fails_leaves_each_tensor_whole_or_untouched(fil
         assert holds(state["model"][key], host) or holds(state["model"][key], torch.zeros_like(host)), key
 
 
-def test_damage_behind_a_url_is_found_in_the_same_way(files):
+def test_damage_behind_a_url_is_reported(files):
     """Remote folders are read by ranged requests, not by memory maps."""
     remote = fsspec.filesystem("memory")
     for name in (".metadata", files.manifest, *files.data):
@@ -545,7 +555,7 @@ def flip(data, position):
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_flipped_bits_of_stock_tensors_and_objects_are_found_by_their_crc(tmp_path, threads):
-    """Stock DCP writes a CRC-32 that nobody reads; we do."""
+    """Stock DCP writes a CRC-32 and never checks it; ``verify`` does."""
     state = {"model": {key: HOST[key] for key in ("rows", "small", "flags")}, **OBJECTS}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path, thread_count=threads))
     report = xc.verify(tmp_path)
@@ -558,7 +568,7 @@ def test_flipped_bits_of_stock_tensors_and_objects_are_found_by_their_crc(tmp_pa
         if index.fqn.startswith("model."):
             raw = bytes(HOST[index.fqn[6:]].reshape(-1).view(torch.uint8).numpy())
         else:
-            raw = b"\x80\x02"  # the beginning of the pickle
+            raw = b"\x80\x02"  # the first bytes of the pickle
         for _ in range(5):
             position = place.offset + item.index(raw) + chance.randrange(len(raw))
             (tmp_path / name).write_bytes(flip(whole, position))
@@ -576,8 +586,8 @@ def test_flipped_bits_of_stock_tensors_and_objects_are_found_by_their_crc(tmp_pa
     assert xc.verify(tmp_path).ok
 
 
-def test_a_chunk_that_the_metadata_lost_is_found_as_incomplete(tmp_path):
-    """Stock DCP's writer with threads can report success and have lost an item."""
+def test_a_chunk_that_no_file_holds_is_reported_as_incomplete(tmp_path):
+    """Stock DCP's writer with threads can lose an item and still report success."""
     state = {"t": put(HOST["sharded"], mesh((8,)), ("a", None)), "u": torch.ones(3)}
     xc.save(state, storage_writer=dcp.FileSystemWriter(tmp_path))
     metadata = dcp.FileSystemReader(tmp_path).read_metadata()
@@ -597,7 +607,7 @@ def test_a_chunk_that_the_metadata_lost_is_found_as_incomplete(tmp_path):
 
 
 def resealed(path, edit):
-    """A manifest that somebody changed, with all checksums computed anew."""
+    """Change the manifest of a checkpoint, and compute all checksums again."""
     data = (path / ".metadata").read_bytes()
     pickled, save_id = data[:-67], data[-67:].split()[1].decode()
     manifest = path / f"manifest-{save_id}.json"
@@ -621,7 +631,7 @@ OWNERS = {
 
 
 @pytest.mark.parametrize("how", OWNERS)
-def test_a_manifest_in_which_a_byte_has_not_one_owner_is_refused(how, tmp_path):
+def test_a_manifest_whose_items_share_or_leave_out_bytes_is_refused(how, tmp_path):
     path = tmp_path / "checkpoint"
     xc.save({"a": torch.arange(64.0), "b": torch.arange(64.0) + 100, "o": 7}, path, sync=False)
     resealed(path, lambda top: None)
@@ -632,7 +642,7 @@ def test_a_manifest_in_which_a_byte_has_not_one_owner_is_refused(how, tmp_path):
     assert not xc.verify(path).ok
 
 
-def test_tensors_that_have_lost_their_checksums_are_said_to_be_unchecked(tmp_path, caplog):
+def test_tensors_without_checksums_are_reported_as_unchecked(tmp_path, caplog):
     path = tmp_path / "checkpoint"
     saved = torch.arange(64.0)
     xc.save({"a": saved, "o": [1, 2]}, path, sync=False)
@@ -651,7 +661,7 @@ def test_tensors_that_have_lost_their_checksums_are_said_to_be_unchecked(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["a\ud800", "a" * 5000])
-def test_names_that_no_file_can_have_are_damage(tmp_path, name):
+def test_impossible_file_names_are_reported_as_missing_files(tmp_path, name):
     path = tmp_path / "checkpoint"
     xc.save({"a": torch.arange(64.0)}, path, sync=False)
     resealed(path, lambda top: top["files"][0].__setitem__(0, name))
@@ -668,8 +678,8 @@ def test_names_that_no_file_can_have_are_damage(tmp_path, name):
 
 
 @pytest.mark.parametrize("number", ["offset", "length"])
-def test_numbers_beyond_any_file_in_stock_metadata_are_damage(tmp_path, number):
-    """Python refuses to print one of more than 4300 digits."""
+def test_impossible_offsets_in_stock_metadata_are_reported(tmp_path, number):
+    """Python refuses to print integers of more than 4300 digits."""
     dcp.save({"a": torch.arange(64.0)}, checkpoint_id=tmp_path)
     edited(tmp_path, **{number: 1 << 50_000})
     assert not xc.verify(tmp_path).ok
@@ -678,14 +688,14 @@ def test_numbers_beyond_any_file_in_stock_metadata_are_damage(tmp_path, number):
 
 
 def edited(stock, **places):
-    """Change where the metadata of a stock checkpoint says that its items lie."""
+    """Change the places of all items in the metadata of a stock checkpoint."""
     metadata = dcp.FileSystemReader(stock).read_metadata()
     for place in metadata.storage_data.values():
         vars(place).update(places)
     (stock / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def test_verify_reports_a_folder_in_the_place_of_a_file_and_lengths_beyond_memory(tmp_path):
+def test_verify_reports_a_folder_in_place_of_a_file_and_impossible_lengths(tmp_path):
     path = tmp_path / "checkpoint"
     xc.save({"a": torch.arange(64.0)}, path, sync=False)
     data = next(path.glob("*.distcp"))

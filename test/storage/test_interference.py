@@ -1,4 +1,4 @@
-"""What others do to a checkpoint's folder while it is written: removed, copied, moved, and four ranks in one bucket."""
+"""Checkpoint folders that somebody removes, moves or copies during a save, and four ranks that save into one bucket."""
 
 import shutil
 import threading
@@ -16,8 +16,8 @@ def state(value):
     return {f"t{n}": torch.full((1000,), value) for n in range(8)} | {"value": value}
 
 
-def held(path):
-    """The one value of all of a checkpoint."""
+def value_of(path):
+    """The one value that all tensors of a checkpoint have."""
     found = state(0.0)
     xc.load(found, path)
     values = {float(v) for key, tensor in found.items() if key != "value" for v in tensor.unique()} | {found["value"]}
@@ -25,71 +25,71 @@ def held(path):
     return values.pop()
 
 
-class Meddled(xc.ShardWriter):
-    """Calls ``meddle`` at a point of its save."""
+class InterruptedWriter(xc.ShardWriter):
+    """A writer that calls ``interrupt`` at a point of its save: "planned" or "written"."""
 
-    def __init__(self, path, point, meddle):
+    def __init__(self, path, point, interrupt):
         super().__init__(path, sync=False)
-        self.point, self.meddle = point, meddle
+        self.point, self.interrupt = point, interrupt
 
     def prepare_global_plan(self, plans):
         found = super().prepare_global_plan(plans)
-        self._meddle("planned")
+        self._reached("planned")
         return found
 
     def write_data(self, plan, planner):
         done = super().write_data(plan, planner)
-        self._meddle("written")
+        self._reached("written")
         return done
 
-    def _meddle(self, point):
+    def _reached(self, point):
         if point == self.point:
-            self.meddle()
+            self.interrupt()
 
 
 @pytest.mark.parametrize("point", ["planned", "written"])
 @pytest.mark.parametrize("how", [shutil.rmtree, lambda path: path.rename(path.with_name("moved"))])
-def test_a_folder_that_goes_away_during_a_save_fails_the_save_and_the_next_one_works(tmp_path, point, how):
+def test_a_save_fails_if_its_folder_is_removed_or_moved_and_the_next_save_works(tmp_path, point, how):
     path = tmp_path / "c"
     xc.save(state(OLD), path)
     with pytest.raises(xc.CheckpointError):
-        xc.save(state(NEW), storage_writer=Meddled(path, point, lambda: how(path)))
+        xc.save(state(NEW), storage_writer=InterruptedWriter(path, point, lambda: how(path)))
     if (tmp_path / "moved").exists():
-        assert held(tmp_path / "moved") == OLD
+        assert value_of(tmp_path / "moved") == OLD
     xc.save(state(NEW), path)
-    assert held(path) == NEW
+    assert value_of(path) == NEW
 
 
 @pytest.mark.parametrize("point", ["planned", "written"])
 @pytest.mark.parametrize("old", [False, True])
-def test_a_copy_made_during_a_save_is_the_old_checkpoint_or_none(tmp_path, point, old):
+def test_a_copy_made_during_a_save_holds_the_old_checkpoint_or_none(tmp_path, point, old):
     path, copy = tmp_path / "c", tmp_path / "copy"
     if old:
         xc.save(state(OLD), path)
-    xc.save(state(NEW), storage_writer=Meddled(path, point, lambda: shutil.copytree(path, copy)))
+    xc.save(state(NEW), storage_writer=InterruptedWriter(path, point, lambda: shutil.copytree(path, copy)))
     if old:
-        assert held(copy) == OLD and xc.verify(copy).ok
+        assert value_of(copy) == OLD and xc.verify(copy).ok
     else:
         with pytest.raises(xc.CheckpointError, match="there is no checkpoint"):
-            held(copy)
+            value_of(copy)
     xc.save(state(3.0), copy)
-    assert held(copy) == 3.0
+    assert value_of(copy) == 3.0
 
 
-def test_a_copy_made_of_a_run_that_goes_on_is_whole_or_told_to_be_damaged(tmp_path):
-    """File by file, while saves replace each other: what was copied in part must not load as if it were whole."""
+def test_a_copy_made_while_saves_replace_each_other_is_whole_or_reported_as_damaged(tmp_path):
+    """Files are copied one by one. A copy with files of two checkpoints must not load as if it were whole."""
     path = tmp_path / "c"
     xc.save(state(0.5), path)
     ended = threading.Event()
 
-    def save_on():
+    def save_again_and_again():
         for number in range(60):
             xc.save(state(float(number + 1)), path, sync=False)
         ended.set()
 
-    saving = threading.Thread(target=save_on)
+    saving = threading.Thread(target=save_again_and_again)
     saving.start()
-    seen = {"whole": 0, "told": 0}
+    seen = {"whole": 0, "damaged": 0}
     while not ended.is_set():
         copy = tmp_path / f"copy{sum(seen.values())}"
         copy.mkdir()
@@ -99,20 +99,20 @@ def test_a_copy_made_of_a_run_that_goes_on_is_whole_or_told_to_be_damaged(tmp_pa
             except FileNotFoundError:
                 continue
         try:
-            held(copy)
+            value_of(copy)
             seen["whole"] += 1
         except xc.CheckpointError:
-            seen["told"] += 1
+            seen["damaged"] += 1
     saving.join()
-    assert sum(seen.values()) > 0 and held(path) == 60.0
+    assert sum(seen.values()) > 0 and value_of(path) == 60.0
 
 
-def test_a_link_to_itself_does_not_make_a_folder_unusable(tmp_path):
+def test_a_folder_with_a_link_to_itself_is_usable(tmp_path):
     path, run = tmp_path / "c", tmp_path / "run"
     xc.save(state(OLD), path)
     (path / "self").symlink_to("self")
     xc.save(state(NEW), path)
-    assert held(path) == NEW and xc.verify(path).ok
+    assert value_of(path) == NEW and xc.verify(path).ok
     with xc.CheckpointManager(run, save_interval=1) as manager:
         manager.save(1, state(OLD))
     (run / "notes").symlink_to("notes")

@@ -11,7 +11,7 @@ import torch
 
 import torch_xla_ckpt as xc
 from support.stepwise_saves import steps_of, value_at
-from torch_xla_ckpt.storage import commit, lease
+from torch_xla_ckpt.storage import file_names, lease
 from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.location import Location
 
@@ -38,8 +38,8 @@ def test_a_lease_knows_a_process_that_has_ended_on_this_machine():
 def leave(folder, owner, age=0.0):
     """Leave the files of a save that broke off, with a lease."""
     folder.mkdir(exist_ok=True)
-    save_id = commit.new_save_id()
-    for name in (commit.data_name(0, 0, save_id), lease.lease_name(save_id)):
+    save_id = file_names.new_save_id()
+    for name in (file_names.data_name(0, 0, save_id), lease.lease_name(save_id)):
         (folder / name).write_bytes(owner.to_bytes())
         os.utime(folder / name, (os.stat(folder / name).st_mtime - age,) * 2)
     return save_id
@@ -82,7 +82,7 @@ def test_a_lease_is_renewed_while_a_save_lasts(tmp_path, monkeypatch):
     renewed = threading.Event()
     put = folder.put
     monkeypatch.setattr(folder, "put", lambda *args: (put(*args), renewed.set()))
-    held = lease.Lease(folder, commit.new_save_id())
+    held = lease.Lease(folder, file_names.new_save_id())
     renewed.clear()
     assert renewed.wait(60)
     held.end()

@@ -1,4 +1,4 @@
-"""A path means one thing, everywhere, from the moment it is given."""
+"""A path has one meaning everywhere, and keeps it from the moment it is passed."""
 
 import os
 import threading
@@ -20,7 +20,7 @@ from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.location import Location
 
 ODD = "*?[]{}()!^$#%&;:@,=+~'\"|<>\\ -_.aé日\u202e"
-# A component of a path: not "." or "..", which the operating system takes for something else.
+# A component of a path. Not "." or "..", which have a meaning of their own.
 components = st.text(ODD, min_size=1, max_size=8).filter(lambda text: text.strip(". ") != "")
 patterns = [("lr[1]", "lr1"), ("lr*", "lr10"), ("lr?", "lr2"), ("{a,b}", "a"), ("a::b", "a"), ("a%20b", "a b")]
 
@@ -41,8 +41,8 @@ def s3():
         yield bucket
 
 
-def runs_apart(root, options, names):
-    """A run below each name, which keeps one step; all must have their own last step in the end."""
+def check_runs_stay_apart(root, options, names):
+    """Make a run that keeps one step under each name, and check that every run has its own last step in the end."""
     names = list(dict.fromkeys(names))
     for number, name in enumerate(names, 1):
         with xc.CheckpointManager(
@@ -60,28 +60,28 @@ def runs_apart(root, options, names):
 @settings(max_examples=15)
 @given(names=st.lists(components, min_size=1, max_size=3))
 @example(names=[name for pair in patterns for name in pair])
-def test_no_name_is_a_pattern_or_a_chain_on_local_disks(tmp_path_factory, names):
-    runs_apart(tmp_path_factory.mktemp("paths"), None, names)
+def test_names_of_local_folders_are_taken_literally(tmp_path_factory, names):
+    check_runs_stay_apart(tmp_path_factory.mktemp("paths"), None, names)
 
 
 @settings(max_examples=15)
 @given(names=st.lists(components, min_size=1, max_size=3))
 @example(names=[name for pair in patterns for name in pair])
-def test_no_name_is_a_pattern_or_a_chain_in_memory(names):
-    runs_apart(f"memory://{uuid.uuid4().hex}", None, names)
+def test_names_in_memory_urls_are_taken_literally(names):
+    check_runs_stay_apart(f"memory://{uuid.uuid4().hex}", None, names)
 
 
 @settings(max_examples=5)
 @given(names=st.lists(components, min_size=1, max_size=2))
 @example(names=[name for pair in patterns for name in pair])
-def test_no_name_is_a_pattern_or_a_chain_in_s3(s3, names):
-    runs_apart(f"s3://{s3.name}/{uuid.uuid4().hex}", s3.server.options, names)
+def test_names_in_s3_urls_are_taken_literally(s3, names):
+    check_runs_stay_apart(f"s3://{s3.name}/{uuid.uuid4().hex}", s3.server.options, names)
 
 
 @pytest.mark.parametrize("kind", ["local", "memory", "s3"])
 @pytest.mark.parametrize("name", ["a[1]", "*", "?", "a b", "a%20b", "a#b", "{x}", "é日"])
-def test_every_operation_takes_a_files_name_literally(tmp_path, s3, kind, name):
-    """``aXb``, which the name would match as a pattern, is never touched."""
+def test_every_folder_operation_takes_file_names_literally(tmp_path, s3, kind, name):
+    """Files that the name would match as a pattern are never touched."""
     path = {"local": tmp_path, "memory": f"memory://{uuid.uuid4().hex}", "s3": f"s3://{s3.name}/{uuid.uuid4().hex}"}
     folder = open_folder(Location.of(path[kind], s3.server.options if kind == "s3" else None))
     folder.make()
@@ -109,7 +109,7 @@ def test_every_operation_takes_a_files_name_literally(tmp_path, s3, kind, name):
 
 
 @pytest.mark.parametrize("inner", ["run::1/c", "c://d", "s3::x", "memory::y/z", "a::b::c", "~x/c", "x;y", "%41"])
-def test_whatever_a_local_path_holds_is_the_name_of_a_folder(tmp_path, inner):
+def test_local_paths_with_url_syntax_inside_are_local_paths(tmp_path, inner):
     xc.save(state(1), f"{tmp_path}/{inner}")
     assert (tmp_path / inner / ".metadata").exists()
     assert value_at(f"{tmp_path}/{inner}") == 1
@@ -119,7 +119,7 @@ def test_whatever_a_local_path_holds_is_the_name_of_a_folder(tmp_path, inner):
         assert manager.all_steps() == [1, 2, 3]
 
 
-def test_text_that_only_looks_like_a_url_is_a_local_path_and_said_to_be(tmp_path, monkeypatch, caplog):
+def test_urls_with_a_typo_are_local_paths_and_a_warning_says_so(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     xc.save(state(1), "s4://bucket/run")
     assert (tmp_path / "s4:" / "bucket" / "run" / ".metadata").exists()
@@ -129,7 +129,7 @@ def test_text_that_only_looks_like_a_url_is_a_local_path_and_said_to_be(tmp_path
     assert "a URL has '//' after its protocol" in caplog.text
 
 
-def test_home_and_relative_paths_are_settled_when_they_are_given(tmp_path, monkeypatch):
+def test_home_and_relative_paths_are_resolved_when_they_are_passed(tmp_path, monkeypatch):
     home, one, two = (tmp_path / name for name in ("home", "one", "two"))
     for folder in (home, one, two):
         folder.mkdir()
@@ -151,7 +151,7 @@ def test_home_and_relative_paths_are_settled_when_they_are_given(tmp_path, monke
 
 
 @pytest.mark.parametrize("way", ["xc", "dcp"])
-def test_an_async_save_goes_where_it_was_asked_to_after_chdir(tmp_path, monkeypatch, way):
+def test_an_async_save_keeps_its_relative_path_after_chdir(tmp_path, monkeypatch, way):
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
     two.mkdir()
@@ -178,7 +178,7 @@ def test_an_async_save_goes_where_it_was_asked_to_after_chdir(tmp_path, monkeypa
     assert value_at(one / "c") == 1 and not os.listdir(two)
 
 
-def test_reports_and_readers_keep_their_place_after_chdir(tmp_path, monkeypatch):
+def test_reports_and_readers_keep_their_relative_path_after_chdir(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     xc.save(state(1), "c")
     reader = xc.ShardReader("c")
@@ -203,15 +203,15 @@ def test_reports_and_readers_keep_their_place_after_chdir(tmp_path, monkeypatch)
     ],
 )
 @pytest.mark.parametrize("path", ["", "file://", "a\0b", "s3://"])
-def test_a_path_that_names_nothing_is_refused(call, path, tmp_path, monkeypatch):
+def test_empty_and_impossible_paths_are_refused(call, path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"empty|null|no bucket"):
         call(path)
     assert not os.listdir(tmp_path)
 
 
-def test_two_ways_to_write_a_path_are_one_place(tmp_path, monkeypatch):
-    """So that saves there wait for each other."""
+def test_spellings_of_one_path_have_one_identity(tmp_path, monkeypatch):
+    """Otherwise saves to one folder would not wait for each other."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
@@ -222,7 +222,7 @@ def test_two_ways_to_write_a_path_are_one_place(tmp_path, monkeypatch):
     assert Location.of("away/../x").path == str(tmp_path / "other" / "x"), "a link before .. leads elsewhere"
 
 
-def test_a_url_with_a_chain_of_protocols_is_read_as_fsspec_does(tmp_path):
+def test_chained_urls_mean_what_they_mean_to_fsspec(tmp_path):
     inner = f"memory://{uuid.uuid4().hex}/c"
     xc.save(state(1), inner)
     cached = f"simplecache::{inner}"
@@ -234,7 +234,7 @@ def test_a_url_with_a_chain_of_protocols_is_read_as_fsspec_does(tmp_path):
 
 
 class Stuck(MemoryFileSystem):
-    """Answers nothing from some moment on."""
+    """A memory filesystem in which one operation gets no answer from some moment on."""
 
     protocol = "stuck"
     store: dict = {}  # noqa: RUF012
@@ -286,7 +286,7 @@ def stuck():
 
 
 @pytest.mark.parametrize("operation", ["ls", "pipe_file", "cat_file", "open"])
-def test_a_store_that_never_answers_fails_a_save_with_its_name(stuck, operation):
+def test_a_save_to_a_store_that_never_answers_fails_and_names_the_store(stuck, operation):
     xc.save(state(1), stuck)
     Stuck.on = operation
     with pytest.raises(xc.CheckpointError, match=r"stuck://.*no answer within") as caught:
@@ -297,8 +297,8 @@ def test_a_store_that_never_answers_fails_a_save_with_its_name(stuck, operation)
 
 
 @pytest.mark.parametrize("operation", ["put .metadata", "rm_file"])
-def test_a_request_that_was_given_up_on_cannot_destroy_a_later_save(stuck, operation):
-    """The store may carry it out at any time after that."""
+def test_a_request_that_timed_out_cannot_destroy_a_later_save(stuck, operation):
+    """The store may carry out such a request at any later time."""
     xc.save(state(1), stuck)
     Stuck.on = operation
     if operation == "rm_file":  # as retention deletes a step
@@ -318,7 +318,7 @@ def test_a_request_that_was_given_up_on_cannot_destroy_a_later_save(stuck, opera
     assert value_at(stuck) == 3 and xc.verify(stuck).ok
 
 
-def test_a_store_that_never_removes_does_not_keep_a_save_from_ending(stuck, caplog):
+def test_a_save_ends_although_the_store_never_removes_old_files(stuck, caplog):
     xc.save(state(1), stuck)
     Stuck.on = "rm_file"
     xc.save(state(2), storage_writer=xc.ShardWriter(stuck, request_timeout=0.2))
@@ -327,14 +327,14 @@ def test_a_store_that_never_removes_does_not_keep_a_save_from_ending(stuck, capl
     assert value_at(stuck) == 2
 
 
-def test_a_store_that_never_answers_fails_a_load_with_its_name(stuck):
+def test_a_load_from_a_store_that_never_answers_fails_and_names_the_store(stuck):
     xc.save(state(1), stuck)
     Stuck.on = "cat_file"
     with pytest.raises(xc.CheckpointError, match=r"stuck://.*no answer within"):
         xc.load(state(0), storage_reader=xc.ShardReader(stuck, request_timeout=0.2))
 
 
-def test_a_manager_tells_of_a_store_that_never_answers(stuck):
+def test_a_manager_names_a_store_that_never_answers(stuck):
     with xc.CheckpointManager(stuck, chkpt_on_preemption=False, request_timeout=0.2) as manager:
         manager.save(1, state(1), force=True)
         Stuck.on = "ls"
@@ -344,7 +344,7 @@ def test_a_manager_tells_of_a_store_that_never_answers(stuck):
         assert manager.all_steps() == [1]
 
 
-def test_s3_that_never_answers_fails_a_save_with_its_name(s3):
+def test_a_save_to_s3_that_never_answers_fails(s3):
     url, options = f"s3://{s3.name}/{uuid.uuid4().hex}", s3.server.options
     writer = xc.ShardWriter(url, storage_options=options, request_timeout=0.5)
     with s3.server.failing(Hold(), asks("PutObject", "*.distcp")), pytest.raises(xc.CheckpointError, match="no answer"):

@@ -53,7 +53,7 @@ every_work = pytest.mark.parametrize("work", WORK)
 
 
 @every_work
-def test_a_bar_is_shown_on_a_terminal_to_those_who_asked_when_it_takes_long(work, tmp_path, monkeypatch):
+def test_progress_shows_a_bar_on_a_terminal_after_the_delay(work, tmp_path, monkeypatch):
     xc.save({"t": base}, tmp_path)
 
     def shown(wanted, delay):
@@ -69,7 +69,7 @@ def test_a_bar_is_shown_on_a_terminal_to_those_who_asked_when_it_takes_long(work
 
 
 @every_work
-def test_no_bar_is_written_into_a_log(work, tmp_path, monkeypatch, capfd):
+def test_progress_writes_no_bar_into_a_log(work, tmp_path, monkeypatch, capfd):
     xc.save({"t": base}, tmp_path)
     monkeypatch.setattr(progress, "_DELAY", 0.0)
     capfd.readouterr()
@@ -78,7 +78,7 @@ def test_no_bar_is_written_into_a_log(work, tmp_path, monkeypatch, capfd):
 
 
 @every_work
-def test_without_tqdm_a_bar_cannot_be_had_and_nothing_is_lost(work, tmp_path, monkeypatch):
+def test_progress_without_tqdm_fails_and_changes_nothing(work, tmp_path, monkeypatch):
     xc.save({"t": base + 1}, tmp_path)
     monkeypatch.setitem(sys.modules, "tqdm", None)
     with pytest.raises(xc.CheckpointError, match=r"progress=True needs tqdm\. Install it"):
@@ -89,7 +89,7 @@ def test_without_tqdm_a_bar_cannot_be_had_and_nothing_is_lost(work, tmp_path, mo
     WORK[work](tmp_path, False)
 
 
-def test_the_report_of_a_load_adds_up(tmp_path):
+def test_a_load_report_counts_bytes_and_seconds(tmp_path):
     host = random_bits((1024, 1024), torch.int32)
     xc.save({"t": host, "words": "w" * 1000}, tmp_path)
     target = {"t": put(torch.zeros_like(host), mesh((8,)), ("a", None)), "words": ""}
@@ -108,7 +108,7 @@ def test_the_report_of_a_load_adds_up(tmp_path):
     )
 
 
-def test_a_load_through_dcps_reader_reports_what_it_knows(tmp_path):
+def test_a_load_report_with_dcps_reader_has_no_byte_counts(tmp_path):
     xc.save({"t": base}, tmp_path)
     report = xc.load({"t": torch.zeros_like(base)}, storage_reader=dcp.FileSystemReader(tmp_path))
     assert report.bytes_needed is report.bytes_read is report.bytes_per_second is None
@@ -116,7 +116,7 @@ def test_a_load_through_dcps_reader_reports_what_it_knows(tmp_path):
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 999, 1000, 1023, 1024, 1 << 20, (1 << 30) - 1, 1 << 30, 5 << 40])
-def test_sizes_are_shown_in_units_that_people_read(nbytes):
+def test_a_load_report_prints_sizes_in_binary_units(nbytes):
     report = xc.LoadReport(nbytes, nbytes, 0.5, 0.25, 0.25)
     number, unit = str(report).split()[1:3]
     scale = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}[unit]

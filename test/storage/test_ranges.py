@@ -1,4 +1,4 @@
-"""Only the bytes that are needed are read, each once: the arithmetic against brute force, and loads as they are."""
+"""A load reads only the bytes that it needs, each once: the arithmetic against brute force, and real loads."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ from support.meshes import holds, mesh, put, random_bits, same_bits, settle
 from torch_xla_ckpt.storage import ranges
 
 BLOCK = 4 << 20
-FRAME = 4096  # more than an item has beside its elements
+FRAME = 4096  # more bytes than an item has in addition to its elements
 
 
 # The arithmetic.
@@ -30,7 +30,7 @@ FRAME = 4096  # more than an item has beside its elements
 
 @st.composite
 def regions(draw, extent=9, dims=4):
-    """The shape of an array, and a region of it that has elements."""
+    """The shape of an array, and a region of it that is not empty."""
     shape = draw(st.lists(st.integers(1, extent), max_size=dims))
     offsets = [draw(st.integers(0, n - 1)) for n in shape]
     sizes = [draw(st.integers(1, n - offset)) for n, offset in zip(shape, offsets)]
@@ -38,14 +38,14 @@ def regions(draw, extent=9, dims=4):
 
 
 def wanted(shape, itemsize, offsets, sizes):
-    """For each byte of an array whether it belongs to a region."""
+    """For each byte of an array, whether the byte belongs to a region."""
     mask = np.zeros((*shape, itemsize), dtype=bool)
     mask[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))] = True
     return mask.reshape(-1)
 
 
 def runs(mask, gap):
-    """The runs of True, those that no more than ``gap`` bytes part taken together."""
+    """The runs of True. Runs with a gap of at most ``gap`` bytes count as one."""
     found = []
     for position in np.flatnonzero(mask).tolist():
         if found and position - found[-1][1] <= gap:
@@ -57,7 +57,7 @@ def runs(mask, gap):
 
 @settings(max_examples=500)
 @given(regions(), st.sampled_from([1, 2, 4, 8, 16]), st.integers(0, 40))
-def test_no_byte_of_a_region_is_missed_and_none_read_beyond_what_a_gap_allows(region, itemsize, gap):
+def test_the_ranges_of_a_region_miss_no_byte_and_add_only_gaps(region, itemsize, gap):
     shape, offsets, sizes = region
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ranges, "MAX_GAP", gap)
@@ -67,7 +67,7 @@ def test_no_byte_of_a_region_is_missed_and_none_read_beyond_what_a_gap_allows(re
 
 @settings(max_examples=60)
 @given(st.integers(1, 6), st.integers(1, 200_000), st.data())
-def test_rows_as_far_apart_as_in_large_tensors_are_read_apart_or_together_by_the_real_gap(rows, row, data):
+def test_rows_of_large_tensors_share_a_range_if_their_gap_is_small(rows, row, data):
     first = data.draw(st.integers(0, row - 1) | st.integers(max(0, row - ranges.MAX_GAP - 9), row - 1))
     size = data.draw(st.integers(1, row - first))
     found = ranges.ranges_of((rows, row), 1, (0, first), (rows, size)).tolist()
@@ -78,12 +78,12 @@ def test_rows_as_far_apart_as_in_large_tensors_are_read_apart_or_together_by_the
 
 
 @pytest.mark.parametrize("beyond", [0, 1])
-def test_the_largest_gap_that_is_read_over_is_the_one_that_is_promised(beyond):
+def test_rows_with_a_gap_of_max_gap_bytes_share_a_range(beyond):
     row = ranges.MAX_GAP + 8 + beyond
     assert len(ranges.ranges_of((3, row), 1, (0, 0), (3, 8))) == (3 if beyond else 1)
 
 
-def test_positions_in_tensors_of_more_than_four_gigabytes_do_not_wrap_around():
+def test_positions_beyond_four_gigabytes_do_not_overflow():
     row = 3 << 30
     found = ranges.ranges_of((4, row), 4, (1, row - 5), (3, 2)).tolist()
     assert found == [[((n * row) + row - 5) * 4, ((n * row) + row - 3) * 4] for n in (1, 2, 3)]
@@ -94,7 +94,7 @@ spans = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)).map(lambda sp
 
 @settings(max_examples=300)
 @given(spans, st.integers(0, 9))
-def test_merging_ranges_neither_loses_a_byte_nor_reads_one_twice(spans, gap):
+def test_merged_ranges_hold_every_byte_exactly_once(spans, gap):
     mask = np.zeros(90, dtype=bool)
     for start, stop in spans:
         mask[start:stop] = True
@@ -103,7 +103,7 @@ def test_merging_ranges_neither_loses_a_byte_nor_reads_one_twice(spans, gap):
 
 @settings(max_examples=300)
 @given(spans, st.integers(1, 25))
-def test_every_block_that_is_touched_is_checked_and_no_other_is_read(spans, block):
+def test_blocks_of_names_exactly_the_touched_blocks(spans, block):
     touched = {position // block for start, stop in spans for position in range(start, stop)}
     assert ranges.blocks_of(iter(spans), block) == sorted(touched)
 
@@ -112,7 +112,7 @@ def test_every_block_that_is_touched_is_checked_and_no_other_is_read(spans, bloc
 
 
 class Requests:
-    """The byte ranges that were asked of a memory:// folder, which is read like an object store."""
+    """Records the byte ranges that are requested from memory:// folders, which are read like object stores."""
 
     def __init__(self, patched):
         self.seen = []
@@ -130,7 +130,7 @@ class Requests:
 
     @property
     def twice(self):
-        """Ranges that overlap another one."""
+        """Pairs of requested ranges that overlap."""
         pairs = itertools.pairwise(sorted(self.seen))
         return [(a, b) for a, b in pairs if a[0] == b[0] and b[1] < a[2]]
 
@@ -142,7 +142,7 @@ def requests(monkeypatch):
 
 @pytest.fixture
 def remote(request):
-    """A folder in memory, of this test alone."""
+    """A folder in memory that only this test uses."""
     url = f"memory://ranges/{abs(hash(request.node.nodeid))}"
     yield url
     filesystem = fsspec.filesystem("memory")
@@ -165,8 +165,8 @@ RESHARDINGS = {
 
 @pytest.mark.parametrize("verify", [True, False], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("case", RESHARDINGS)
-def test_no_byte_is_read_twice_or_in_vain_for_any_resharding(case, verify, requests, remote):
-    """The requests that were really made: no two overlap, and the report counts all of them."""
+def test_resharding_requests_every_byte_once_and_few_others(case, verify, requests, remote):
+    """No two requests overlap, and the report counts all of them."""
     shape, *sides = RESHARDINGS[case]
     host = random_bits(shape, torch.int32)
     xc.save({"t": put(host, mesh(sides[0]), sides[1])}, remote)
@@ -180,7 +180,7 @@ def test_no_byte_is_read_twice_or_in_vain_for_any_resharding(case, verify, reque
 
 
 @pytest.mark.parametrize("case", RESHARDINGS)
-def test_the_report_of_a_load_from_a_disk_is_as_small(case, tmp_path):
+def test_resharding_from_a_disk_reads_few_unneeded_bytes(case, tmp_path):
     shape, *sides = RESHARDINGS[case]
     host = random_bits(shape, torch.int32)
     xc.save({"t": put(host, mesh(sides[0]), sides[1])}, tmp_path, sync=False)
@@ -192,7 +192,7 @@ def test_the_report_of_a_load_from_a_disk_is_as_small(case, tmp_path):
     assert report.bytes_needed == host.nbytes, "replicas in one process need a byte once"
 
 
-def test_replicas_in_one_process_share_each_read(remote, requests):
+def test_replicas_in_one_process_share_their_reads(remote, requests):
     host = random_bits((1024, 1024), torch.int32)
     xc.save({"t": host}, remote)
     counts = {}
@@ -214,7 +214,7 @@ def large(tmp_path_factory):
 
 
 @pytest.mark.parametrize("keys", [["07"], ["00", "39"], ["10", "11", "12"], []], ids=str)
-def test_keys_that_nobody_asked_for_are_not_read(large, keys):
+def test_keys_outside_of_the_target_are_not_read(large, keys):
     path, hosts = large
     target = {"model": {key: torch.zeros_like(hosts[key]) for key in keys}}
     report = xc.load(target, path, unexpected="ignore")
@@ -223,7 +223,7 @@ def test_keys_that_nobody_asked_for_are_not_read(large, keys):
     assert report.bytes_needed == needed <= report.bytes_read <= needed + len(keys) * FRAME
 
 
-def test_an_object_alone_reads_no_tensor(large):
+def test_loading_an_object_reads_no_tensor(large):
     path, _ = large
     target = {"words": ""}
     report = xc.load(target, path)
@@ -232,7 +232,7 @@ def test_an_object_alone_reads_no_tensor(large):
 
 
 class Part(dcp.DefaultLoadPlanner):
-    """Loads a region of a tensor and nothing else: DCP's planner, with the target moved to ``offsets``."""
+    """DCP's planner, changed to load only a region of a tensor, which begins at ``offsets``."""
 
     def __init__(self, offsets):
         super().__init__()
@@ -249,7 +249,7 @@ class Part(dcp.DefaultLoadPlanner):
 
 
 def load_part(path, host, offsets, sizes, **options):
-    """Loads a region, and says what was read for it."""
+    """Load a region, and return the number of bytes read."""
     reader = xc.ShardReader(path, **options)
     part = torch.zeros(sizes, dtype=host.dtype)
     dcp.load({"t": part}, storage_reader=reader, planner=Part(offsets))
@@ -268,7 +268,7 @@ def chunk(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("first", "count"), [(0, 1), (100, 3), (1000, 20), (2047, 1), (0, 2048)])
-def test_a_few_rows_of_a_large_chunk_cost_the_blocks_they_lie_in(chunk, first, count):
+def test_loading_a_few_rows_of_a_large_chunk_reads_only_their_blocks(chunk, first, count):
     path, host = chunk
     reader = xc.ShardReader(path)
     ((stored),) = reader.read_metadata().storage_data.values()
@@ -279,40 +279,40 @@ def test_a_few_rows_of_a_large_chunk_cost_the_blocks_they_lie_in(chunk, first, c
     assert load_part(path, host, (first, 0), (count, 3072), verify=False) == count * 3072 * 4
 
 
-def test_rows_on_both_sides_of_a_blocks_end_cost_both_blocks(chunk):
+def test_loading_a_row_across_two_blocks_reads_both(chunk):
     path, host = chunk
     ((stored),) = xc.ShardReader(path).read_metadata().storage_data.values()
-    row = (BLOCK - stored.data) // (3072 * 4)  # the row that lies over the end of the first block
+    row = (BLOCK - stored.data) // (3072 * 4)  # the row that crosses the end of the first block
     assert load_part(path, host, (row, 0), (1, 3072)) == 2 * BLOCK
     assert load_part(path, host, (row - 1, 0), (1, 3072)) == load_part(path, host, (row + 1, 0), (1, 3072)) == BLOCK
 
 
-def test_columns_of_a_chunk_with_long_rows_are_read_without_what_lies_between(tmp_path):
+def test_columns_of_long_rows_are_read_without_the_bytes_between_them(tmp_path):
     host = random_bits((20, 60_000), torch.int32)  # rows of 240 kB
     xc.save({"t": host}, tmp_path, sync=False)
     assert load_part(tmp_path, host, (3, 500), (15, 1000), verify=False) == 15 * 1000 * 4
     rows = host.nbytes // 20
-    near = 60_000 - ranges.MAX_GAP // 4  # what is left out of each row is as small as the gap that is read over
+    near = 60_000 - ranges.MAX_GAP // 4  # the gap between rows is MAX_GAP
     assert load_part(tmp_path, host, (0, 0), (20, near), verify=False) == 19 * rows + near * 4
     assert load_part(tmp_path, host, (0, 0), (20, near - 1), verify=False) == 20 * (near - 1) * 4
 
 
 @settings(max_examples=40)
 @given(st.data())
-def test_whatever_region_is_asked_for_its_bits_come_back_and_little_else_is_read(chunk, data):
+def test_any_region_is_loaded_exactly_and_reads_few_other_bytes(chunk, data):
     path, host = chunk
     offsets = [data.draw(st.integers(0, n - 1)) for n in host.shape]
     sizes = [data.draw(st.integers(1, min(300, n - offset))) for n, offset in zip(host.shape, offsets)]
-    span = ((sizes[0] - 1) * 3072 + sizes[1]) * 4  # these rows are nearer than the gap that is read over
+    span = ((sizes[0] - 1) * 3072 + sizes[1]) * 4  # the gap between these rows is less than MAX_GAP
     assert load_part(path, host, offsets, sizes, verify=False) == span
     assert span <= load_part(path, host, offsets, sizes) <= span + 2 * BLOCK
 
 
-# Memory that is handed over as it was read.
+# Memory that is passed on as it was read.
 
 
 def mapped_at(address):
-    """The file that is mapped at an address of this process; "" when none is."""
+    """The file that is mapped at an address of this process; "" if there is none."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             span, *_, name = [*line.split(maxsplit=5), ""][:6]
@@ -324,7 +324,7 @@ def mapped_at(address):
 
 @pytest.fixture
 def handed(monkeypatch):
-    """The files in whose maps the shards lay that went to devices."""
+    """For each shard that was put on a device, the file in whose memory map the shard lies."""
     seen = []
     real = _XLAC._load_local_shards
 
@@ -336,7 +336,7 @@ def handed(monkeypatch):
     return seen
 
 
-def test_a_box_that_equals_a_saved_chunk_goes_to_its_device_without_a_copy(tmp_path, handed):
+def test_a_box_that_equals_a_saved_chunk_is_put_on_its_device_without_a_copy(tmp_path, handed):
     host = random_bits((64, 32768), torch.int32)
     xc.save({"t": put(host, mesh((8,)), ("a", None))}, tmp_path)
     target = put(torch.zeros_like(host), mesh((8,)), ("a", None))
@@ -349,7 +349,7 @@ def test_a_box_that_equals_a_saved_chunk_goes_to_its_device_without_a_copy(tmp_p
 
 
 @pytest.mark.parametrize("spec", [("a", None), (None, None), None], ids=str)
-def test_training_on_what_was_loaded_never_reaches_the_checkpoint(tmp_path, spec):
+def test_changing_loaded_tensors_does_not_change_the_checkpoint(tmp_path, spec):
     host = random_bits((64, 32768), torch.int32)
     saved = put(host, mesh((8,)), spec)
     xc.save({"t": saved}, tmp_path)
@@ -364,7 +364,7 @@ def test_training_on_what_was_loaded_never_reaches_the_checkpoint(tmp_path, spec
     assert xc.verify(tmp_path).ok
 
 
-def test_what_was_loaded_outlives_the_checkpoint_it_came_from(tmp_path):
+def test_loaded_tensors_survive_the_deletion_of_the_checkpoint(tmp_path):
     host = random_bits((64, 32768), torch.int32)
     xc.save({"t": put(host, mesh((8,)), ("a", None))}, tmp_path / "c")
     target = put(torch.zeros_like(host), mesh((8,)), ("a", None))
@@ -375,7 +375,7 @@ def test_what_was_loaded_outlives_the_checkpoint_it_came_from(tmp_path):
 
 
 class Adopts(dcp.DefaultLoadPlanner):
-    """A planner of somebody else that keeps the tensors it is offered."""
+    """A ``LoadSink`` of another program, which keeps the tensors that it is offered."""
 
     def __init__(self, takes=True):
         super().__init__()
@@ -386,14 +386,14 @@ class Adopts(dcp.DefaultLoadPlanner):
             self.kept[read_item.dest_index.fqn] = tensor
         return self.takes
 
-    def host_bytes(self, key):
+    def buffer_bytes(self, key):
         return 0
 
     def commit_tensor(self, read_item, tensor):
         self.committed.append((read_item.dest_index.fqn, tensor.data_ptr()))
 
 
-def test_a_tensor_that_a_planner_keeps_lies_in_the_map_and_can_be_written_to_without_harm(tmp_path):
+def test_an_adopted_tensor_lies_in_the_memory_map_and_may_be_changed(tmp_path):
     host = random_bits((3, 100_000), torch.int32)
     xc.save({"t": host}, tmp_path)
     (file,) = tmp_path.glob("*.distcp")
@@ -410,7 +410,7 @@ def test_a_tensor_that_a_planner_keeps_lies_in_the_map_and_can_be_written_to_wit
     assert same_bits(again["t"], host)
 
 
-def test_a_planner_that_declines_gets_its_own_buffer_filled(tmp_path):
+def test_a_planner_that_declines_a_tensor_gets_its_buffer_filled(tmp_path):
     host = random_bits((3, 100_000), torch.int32)
     xc.save({"t": host}, tmp_path)
     planner, target = Adopts(takes=False), {"t": torch.zeros_like(host)}
@@ -418,7 +418,7 @@ def test_a_planner_that_declines_gets_its_own_buffer_filled(tmp_path):
     assert same_bits(target["t"], host) and planner.committed == [("t", target["t"].data_ptr())]
 
 
-def test_damage_is_found_before_memory_is_handed_over(tmp_path):
+def test_damage_is_found_before_a_planner_adopts_memory(tmp_path):
     host = random_bits((3, 100_000), torch.int32)
     xc.save({"t": host}, tmp_path)
     (file,) = tmp_path.glob("*.distcp")

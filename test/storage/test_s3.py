@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: a real S3 API on loopback that forgets, refuses, breaks off and slows down."""
+"""Checkpoints in an object store: a real S3 API on loopback that refuses, loses, garbles and delays requests."""
 
 import dataclasses
 import itertools
@@ -50,8 +50,8 @@ def bucket(s3):
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a checkpoint is, and how it is reached."""
+class Checkpoint:
+    """The URL of a checkpoint, and the storage options to reach it."""
 
     url: str
     options: dict
@@ -74,8 +74,8 @@ class Place:
 
 
 @pytest.fixture
-def place(bucket):
-    return Place(f"s3://{bucket.name}/run/step-1", bucket.server.options)
+def checkpoint(bucket):
+    return Checkpoint(f"s3://{bucket.name}/run/step-1", bucket.server.options)
 
 
 def one(keys, ending):
@@ -84,7 +84,7 @@ def one(keys, ending):
 
 
 def stored(requests):
-    """Those that read data."""
+    """The requests that read data files."""
     return [request for request in requests if request.operation == "GetObject" and request.name.endswith(".distcp")]
 
 
@@ -117,11 +117,11 @@ def xla_hosts():
 
 
 @pytest.mark.parametrize("threads", [1, None])
-def test_what_lies_in_s3_comes_back_on_another_mesh(threads, place, bucket):
+def test_a_checkpoint_in_s3_is_loaded_onto_another_mesh(threads, checkpoint, bucket):
     saved = xla_hosts()
-    place.save(xla_state(mesh((4, 2), order=[3, 1, 4, 0, 5, 2, 6, 7]), saved), threads=threads)
+    checkpoint.save(xla_state(mesh((4, 2), order=[3, 1, 4, 0, 5, 2, 6, 7]), saved), threads=threads)
     target = xla_state(mesh((2, 4)))
-    report = place.load(target, threads=threads)
+    report = checkpoint.load(target, threads=threads)
     for key, host in saved.items():
         assert holds(target["model"][key], host), key
     assert target["step"] == 7
@@ -129,8 +129,7 @@ def test_what_lies_in_s3_comes_back_on_another_mesh(threads, place, bucket):
     assert not bucket.pending()
 
 
-def test_a_url_is_all_that_save_and_load_need(bucket, monkeypatch):
-    """Whoever has configured S3 for boto names no storage."""
+def test_save_and_load_need_only_a_url_if_boto_is_configured(bucket, monkeypatch):
     settings = {"ENDPOINT_URL": bucket.server.url, "ACCESS_KEY_ID": "nobody", "SECRET_ACCESS_KEY": "nothing"}
     for name, value in {**settings, "DEFAULT_REGION": "us-east-1"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
@@ -148,30 +147,32 @@ def test_a_url_is_all_that_save_and_load_need(bucket, monkeypatch):
         s3fs.S3FileSystem.clear_instance_cache()
 
 
-def test_stock_pytorch_reads_from_s3_what_is_saved_there(place):
+def test_stock_pytorch_loads_our_checkpoint_from_s3(checkpoint):
     saved = xla_hosts()
-    place.save(xla_state(mesh((4, 2)), saved))
+    checkpoint.save(xla_state(mesh((4, 2)), saved))
     target = {"model": {key: torch.zeros_like(host) for key, host in saved.items()}, "step": 0}
-    dcp.load(target, storage_reader=FsspecReader(place.url, **place.options))
+    dcp.load(target, storage_reader=FsspecReader(checkpoint.url, **checkpoint.options))
     assert all(same_bits(target["model"][key], host) for key, host in saved.items()) and target["step"] == 7
 
 
-def test_what_stock_pytorch_saved_in_s3_is_loaded_and_then_replaced(place, bucket):
+def test_a_checkpoint_of_stock_pytorch_in_s3_is_loaded_and_then_replaced(checkpoint, bucket):
     saved = xla_hosts()
-    dcp.save({"model": saved, "step": 7}, storage_writer=FsspecWriter(place.url, sync_files=False, **place.options))
+    dcp.save(
+        {"model": saved, "step": 7}, storage_writer=FsspecWriter(checkpoint.url, sync_files=False, **checkpoint.options)
+    )
     target = xla_state(mesh((2, 4)))
-    place.load(target)
+    checkpoint.load(target)
     assert all(holds(target["model"][key], host) for key, host in saved.items()) and target["step"] == 7
     before = set(bucket.objects())
-    place.save(host_state(1, 1))
-    assert place.has(host_state(1, 1))
+    checkpoint.save(host_state(1, 1))
+    assert checkpoint.has(host_state(1, 1))
     assert set(bucket.objects()) & before == {"run/step-1/.metadata"}
 
 
-def test_a_place_without_a_checkpoint_or_without_a_bucket_is_named(place, bucket):
+def test_a_missing_checkpoint_or_bucket_is_named_in_the_error(checkpoint, bucket):
     with pytest.raises(xc.CheckpointError, match="no checkpoint"):
-        place.load({"t": torch.zeros(1)})
-    nowhere = Place("s3://no-such-bucket/run/step-1", place.options)
+        checkpoint.load({"t": torch.zeros(1)})
+    nowhere = Checkpoint("s3://no-such-bucket/run/step-1", checkpoint.options)
     with pytest.raises(xc.CheckpointError, match=r"no-such-bucket|no checkpoint"):
         nowhere.load({"t": torch.zeros(1)})
     with pytest.raises(xc.CheckpointError, match=r"bucket"):
@@ -193,7 +194,7 @@ def truncated(bucket, key):
 
 
 def halved(bucket, key):
-    """Later ranges begin behind the end, which S3 refuses and does not answer with nothing."""
+    """Cut an object in half. S3 answers with an error for ranges that begin behind the end."""
     bucket[key] = bucket[key][: len(bucket[key]) // 2]
 
 
@@ -206,14 +207,14 @@ def removed(bucket, key):
 
 
 @pytest.mark.parametrize("damage", [flipped, truncated, halved, emptied, removed])
-def test_no_damaged_object_gets_by(damage, place, bucket):
-    """Seen although s3fs has listed the folder before, and remembers."""
+def test_a_damaged_data_object_is_reported_and_not_loaded(damage, checkpoint, bucket):
+    """s3fs has listed the folder before the damage, and caches the listing."""
     state = host_state(0, 10)
-    place.save(state, threads=1)
-    assert place.verify().ok and place.has(state)
+    checkpoint.save(state, threads=1)
+    assert checkpoint.verify().ok and checkpoint.has(state)
     key = one(bucket.objects(), ".distcp")
     damage(bucket, key)
-    report = place.verify()
+    report = checkpoint.verify()
     assert not report.ok and {found.file for found in report.damages} == {key.rpartition("/")[2]}
     named = {name for found in report.damages for name in found.keys}
     assert named and named <= set(state)
@@ -223,37 +224,37 @@ def test_no_damaged_object_gets_by(damage, place, bucket):
     if damage in (emptied, removed):
         assert named == set(state)
     with pytest.raises(xc.CorruptCheckpointError, match=key.rpartition("/")[2]):
-        place.has(state)
+        checkpoint.has(state)
 
 
 @pytest.mark.parametrize("damage", [flipped, truncated, halved, emptied, removed])
 @pytest.mark.parametrize("ending", [".metadata", ".json"])
-def test_no_damaged_head_gets_by(ending, damage, place, bucket):
-    place.save(host_state(0, 1))
+def test_a_damaged_metadata_or_manifest_object_is_reported_and_not_loaded(ending, damage, checkpoint, bucket):
+    checkpoint.save(host_state(0, 1))
     key = one(bucket.objects(), ending)
     damage(bucket, key)
     with pytest.raises(xc.CheckpointError):
-        place.has(host_state(0, 1))
+        checkpoint.has(host_state(0, 1))
     if (ending, damage) != (".metadata", removed):
-        assert not place.verify().ok
+        assert not checkpoint.verify().ok
 
 
 # Replacing.
 
 
-def test_a_save_over_another_leaves_only_its_own_objects(place, bucket):
-    place.save(host_state(0), threads=1)
+def test_a_save_removes_the_objects_of_the_previous_save(checkpoint, bucket):
+    checkpoint.save(host_state(0), threads=1)
     old = set(bucket.objects())
-    place.save(host_state(1), threads=1)
+    checkpoint.save(host_state(1), threads=1)
     new = set(bucket.objects())
     assert old & new == {"run/step-1/.metadata"} and len(new) == 3
     assert not bucket.pending()
-    assert place.has(host_state(1)) and place.verify().ok
+    assert checkpoint.has(host_state(1)) and checkpoint.verify().ok
 
 
-def test_a_save_touches_nothing_that_is_not_its_own(place, bucket):
-    """Names that begin alike, what others put beside it, and what others are just uploading."""
-    neighbour = Place(place.url + "0", place.options)
+def test_a_save_touches_no_objects_and_uploads_of_others(checkpoint, bucket):
+    """Others have paths with the same beginning, objects in the folder, and unfinished uploads."""
+    neighbour = Checkpoint(checkpoint.url + "0", checkpoint.options)
     neighbour.save(host_state(5, 1))
     bucket["run/step-1/notes.txt"] = b"do not lose me"
     bucket["run/step-1/more/.metadata"] = b"nor me"
@@ -264,17 +265,17 @@ def test_a_save_touches_nothing_that_is_not_its_own(place, bucket):
         bucket.server.client.create_multipart_upload(Bucket=bucket.name, Key=key)
     pending = bucket.pending()
     for seed in (0, 1):
-        place.save(host_state(seed))
+        checkpoint.save(host_state(seed))
     assert others <= set(bucket.objects()) and bucket.pending() == pending
-    assert neighbour.has(host_state(5, 1)) and place.has(host_state(1))
+    assert neighbour.has(host_state(5, 1)) and checkpoint.has(host_state(1))
 
 
-def test_an_old_checkpoint_goes_only_when_the_new_one_is_there(place, bucket):
-    """In the order of the server's own record: lease, data, manifest, .metadata, and then what is replaced."""
-    place.save(host_state(0))
+def test_old_objects_are_removed_only_after_the_commit(checkpoint, bucket):
+    """The server records the order: lease, data, manifest, .metadata, and then the removals."""
+    checkpoint.save(host_state(0))
     old = set(bucket.objects())
     with bucket.server.recorded() as requests:
-        place.save(host_state(1))
+        checkpoint.save(host_state(1))
     writes = {"PutObject", "CopyObject", "CompleteMultipartUpload"}
     commits = [n for n, r in enumerate(requests) if r.operation in writes and r.name == ".metadata"]
     assert len(commits) == 1
@@ -288,14 +289,14 @@ def test_an_old_checkpoint_goes_only_when_the_new_one_is_there(place, bucket):
     assert not {request.key for request in requests if request.operation in writes} & (old - {"run/step-1/.metadata"})
 
 
-def test_what_another_process_saved_meanwhile_is_what_is_loaded(place, bucket):
-    """s3fs remembers what it has listed and how large it was, for as long as the process lives."""
-    place.save(host_state(0), threads=1)
-    assert place.has(host_state(0))
-    assert Saving(place.url, place.options, seed=1).said() == [""]
-    assert place.has(host_state(1)) and place.verify().ok
-    place.save(host_state(2), threads=1)
-    assert place.has(host_state(2)) and len(bucket.objects()) == 3
+def test_a_load_sees_what_another_process_saved_meanwhile(checkpoint, bucket):
+    """s3fs caches listings and sizes for as long as the process lives."""
+    checkpoint.save(host_state(0), threads=1)
+    assert checkpoint.has(host_state(0))
+    assert Saving(checkpoint.url, checkpoint.options, seed=1).said() == [""]
+    assert checkpoint.has(host_state(1)) and checkpoint.verify().ok
+    checkpoint.save(host_state(2), threads=1)
+    assert checkpoint.has(host_state(2)) and len(bucket.objects()) == 3
 
 
 # Saves that break off.
@@ -314,53 +315,53 @@ def removes(request):
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_save_that_is_refused_says_why_and_endangers_nothing(step, place, bucket):
-    place.save(host_state(0), threads=1)
+def test_a_refused_request_fails_the_save_with_its_reason_and_the_old_checkpoint_stays(step, checkpoint, bucket):
+    checkpoint.save(host_state(0), threads=1)
     old = {key: bucket[key] for key in bucket.objects()}
     with bucket.server.failing(refused, STEPS[step]) as met, pytest.raises(xc.CheckpointError, match="closed today"):
-        place.save(host_state(1), threads=1)
+        checkpoint.save(host_state(1), threads=1)
     assert met and {key: bucket[key] for key in bucket.objects() if key in old} == old
     assert not bucket.pending(), "an upload that was given up costs money until somebody aborts it"
-    assert place.has(host_state(0)) and place.verify().ok
-    place.save(host_state(2), threads=1)
-    assert place.has(host_state(2)) and len(bucket.objects()) == 3 and not bucket.pending()
+    assert checkpoint.has(host_state(0)) and checkpoint.verify().ok
+    checkpoint.save(host_state(2), threads=1)
+    assert checkpoint.has(host_state(2)) and len(bucket.objects()) == 3 and not bucket.pending()
 
 
-def test_a_first_save_that_is_refused_leaves_nothing_that_loads(place, bucket):
+def test_a_first_save_that_is_refused_leaves_no_checkpoint(checkpoint, bucket):
     with bucket.server.failing(refused, asks("PutObject", ".metadata")), pytest.raises(xc.CheckpointError):
-        place.save(host_state(1), threads=1)
+        checkpoint.save(host_state(1), threads=1)
     with pytest.raises(xc.CheckpointError, match="no checkpoint"):
-        place.has(host_state(1))
-    place.save(host_state(2), threads=1)
-    assert place.has(host_state(2)) and len(bucket.objects()) == 3 and not bucket.pending()
+        checkpoint.has(host_state(1))
+    checkpoint.save(host_state(2), threads=1)
+    assert checkpoint.has(host_state(2)) and len(bucket.objects()) == 3 and not bucket.pending()
 
 
-def test_one_of_several_uploads_refused_fails_the_save(place, bucket):
-    """DCP's own writer calls that a success."""
-    place.save(host_state(0), threads=4)
+def test_a_save_fails_if_one_of_several_uploads_is_refused(checkpoint, bucket):
+    """DCP's own writer reports success."""
+    checkpoint.save(host_state(0), threads=4)
     failing = bucket.server.failing(refused, lambda request: request.received > MIB, times=1)
     with failing as met, pytest.raises(xc.CheckpointError, match="closed today"):
-        place.save(host_state(1), threads=4)
-    assert met and place.has(host_state(0)) and not bucket.pending()
+        checkpoint.save(host_state(1), threads=4)
+    assert met and checkpoint.has(host_state(0)) and not bucket.pending()
 
 
-def test_old_objects_that_cannot_be_removed_do_not_fail_the_save(place, bucket, caplog):
-    place.save(host_state(0), threads=1)
+def test_a_save_succeeds_although_old_objects_cannot_be_removed(checkpoint, bucket, caplog):
+    checkpoint.save(host_state(0), threads=1)
     with bucket.server.failing(refused, removes) as met, caplog.at_level(logging.WARNING):
-        place.save(host_state(1), threads=1)
+        checkpoint.save(host_state(1), threads=1)
     assert met and "closed today" in caplog.text
-    assert place.has(host_state(1))
-    place.save(host_state(2), threads=1)
-    assert place.has(host_state(2)) and len(bucket.objects()) == 3
+    assert checkpoint.has(host_state(1))
+    checkpoint.save(host_state(2), threads=1)
+    assert checkpoint.has(host_state(2)) and len(bucket.objects()) == 3
 
 
 @pytest.mark.parametrize("step", [*STEPS, "removing the old", "the end"])
-def test_a_process_killed_while_it_saves_leaves_the_old_checkpoint_or_the_new_one(step, place, bucket):
-    """SIGKILL before each kind of request is done, which is after the one before it; "the end" is after the last."""
-    place.save(host_state(0), threads=1)
+def test_a_process_killed_during_a_save_leaves_the_old_checkpoint_or_the_new_one(step, checkpoint, bucket):
+    """The process is killed before each kind of request is carried out; "the end" is after the last one."""
+    checkpoint.save(host_state(0), threads=1)
     hold = Hold(done=step == "the end")
     with bucket.server.failing(hold, STEPS.get(step, removes), times=1) as met:
-        child = Saving(place.url, place.options, seed=1)
+        child = Saving(checkpoint.url, checkpoint.options, seed=1)
         try:
             assert hold.here.wait(60), child.said()
         finally:
@@ -368,14 +369,14 @@ def test_a_process_killed_while_it_saves_leaves_the_old_checkpoint_or_the_new_on
     interrupted = met[0].operation in ("UploadPart", "CompleteMultipartUpload")
     assert bool(bucket.pending()) == interrupted
     wanted, other = (0, 1) if step in STEPS else (1, 0)
-    assert place.has(host_state(wanted)) and not place.has(host_state(other)) and place.verify().ok
-    place.save(host_state(2), threads=1)
-    assert place.has(host_state(2)) and len(bucket.objects()) == 3
+    assert checkpoint.has(host_state(wanted)) and not checkpoint.has(host_state(other)) and checkpoint.verify().ok
+    checkpoint.save(host_state(2), threads=1)
+    assert checkpoint.has(host_state(2)) and len(bucket.objects()) == 3
     assert not bucket.pending(), "parts of what the dead one uploaded cost money until somebody aborts it"
 
 
-def test_uploads_of_a_save_that_began_later_are_not_aborted(place, bucket):
-    """Those of a dead save are; the later one is alive, and its save would fail."""
+def test_uploads_of_a_save_that_began_later_are_not_aborted(checkpoint, bucket):
+    """Uploads of a dead save are aborted. The later save may be alive, and would fail without its upload."""
     dead, later = (f"run/step-1/__0_0-{digit * 16}.distcp" for digit in "de")
     ended = dataclasses.replace(Holder.here(), started="1")
     bucket[f"run/step-1/lease-{'d' * 16}.json"] = ended.to_bytes()
@@ -386,12 +387,12 @@ def test_uploads_of_a_save_that_began_later_are_not_aborted(place, bucket):
         return forward()
 
     with bucket.server.failing(another_begins, STEPS["the commit"], times=1):
-        place.save(host_state(0, 1))
+        checkpoint.save(host_state(0, 1))
     assert bucket.pending() == [later]
 
 
-def test_an_upload_refused_to_one_process_fails_all_of_them(place, bucket, tmp_path):
-    url, options = place.url, place.options
+def test_all_processes_fail_if_one_upload_of_one_process_is_refused(checkpoint, bucket, tmp_path):
+    url, options = checkpoint.url, checkpoint.options
     assert Saving(url, options, 0, world=2, rendezvous=str(tmp_path / "first")).said() == ["", ""]
     old = set(bucket.objects())
     with bucket.server.failing(refused, lambda r: r.name.startswith("__1_") and r.received > MIB) as met:
@@ -399,17 +400,17 @@ def test_an_upload_refused_to_one_process_fails_all_of_them(place, bucket, tmp_p
     assert met and all("closed today" in text and "rank 1" in text for text in said), said
     assert old <= set(bucket.objects()) and not bucket.pending()
     state = {f"rank{rank}.{key}": value for rank in (0, 1) for key, value in host_state(rank).items()}
-    assert place.has(state) and place.verify().ok
+    assert checkpoint.has(state) and checkpoint.verify().ok
     assert Saving(url, options, 20, world=2, rendezvous=str(tmp_path / "third")).said() == ["", ""]
     state = {f"rank{rank}.{key}": value for rank in (0, 1) for key, value in host_state(20 + rank).items()}
-    assert place.has(state) and not old & (set(bucket.objects()) - {"run/step-1/.metadata"})
+    assert checkpoint.has(state) and not old & (set(bucket.objects()) - {"run/step-1/.metadata"})
 
 
-# A bad day of the server's, or of the network between.
+# A server or a network with problems.
 
 
-def test_a_server_that_asks_to_slow_down_loses_nothing(place, bucket):
-    """Twice for every request, except those that s3fs leaves to botocore's own repeating, which is off here."""
+def test_requests_that_the_server_asks_to_slow_down_are_repeated(checkpoint, bucket):
+    """The server asks twice for every request that s3fs repeats. The others are botocore's, which repeats none here."""
     seen = {}
 
     def twice(request):
@@ -418,88 +419,88 @@ def test_a_server_that_asks_to_slow_down_loses_nothing(place, bucket):
 
     state = host_state(0)
     with bucket.server.failing(slow_down, twice) as met:
-        place.save(state, threads=1)
-        assert place.has(state) and place.verify().ok
+        checkpoint.save(state, threads=1)
+        assert checkpoint.has(state) and checkpoint.verify().ok
     assert {"PutObject", "UploadPart", "CompleteMultipartUpload", "GetObject"} <= set(count(met))
     assert not bucket.pending()
 
 
-def test_a_server_that_only_ever_asks_to_slow_down_is_named(place, bucket, monkeypatch):
-    place.save(host_state(0, 1), threads=1)
+def test_the_error_has_the_servers_reason_if_it_always_asks_to_slow_down(checkpoint, bucket, monkeypatch):
+    checkpoint.save(host_state(0, 1), threads=1)
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 2)
     data = asks("PutObject", "*.distcp")
     with bucket.server.failing(slow_down, data) as met, pytest.raises(xc.CheckpointError, match="reduce your request"):
-        place.save(host_state(1, 1), threads=1)
-    assert met and place.has(host_state(0, 1))
+        checkpoint.save(host_state(1, 1), threads=1)
+    assert met and checkpoint.has(host_state(0, 1))
     target = {"t0": torch.zeros(512, 1024, dtype=torch.int32)}
     data = asks("GetObject", "*.distcp")
     with bucket.server.failing(slow_down, data), pytest.raises(xc.CheckpointError, match="reduce your request"):
-        place.load(target)
+        checkpoint.load(target)
     assert not target["t0"].any()
 
 
-def test_data_is_read_by_several_requests_at_a_time(place, bucket):
-    """No request is answered before another one has come: one after the other would take their time until the end."""
+def test_data_is_read_by_several_requests_at_a_time(checkpoint, bucket):
+    """The server answers no request before another one has arrived."""
     state = host_state(0, 20)
-    place.save(state, threads=1)
+    checkpoint.save(state, threads=1)
     together = Together(2)
     with bucket.server.failing(together, asks("GetObject", "*.distcp")):
-        assert place.has(state)
+        assert checkpoint.has(state)
     assert together.met.is_set()
 
 
-def test_requests_that_are_never_answered_are_made_again(place, bucket):
-    options = {**place.options, "config_kwargs": {**place.options["config_kwargs"], "read_timeout": 2}}
-    impatient, state = Place(place.url, options), host_state(0)
+def test_requests_that_are_never_answered_are_repeated(checkpoint, bucket):
+    options = {**checkpoint.options, "config_kwargs": {**checkpoint.options["config_kwargs"], "read_timeout": 2}}
+    impatient, state = Checkpoint(checkpoint.url, options), host_state(0)
     with bucket.server.failing(Hold(), asks("UploadPart"), times=1) as met:
         impatient.save(state, threads=1)
     assert met
     with bucket.server.failing(Hold(), asks("GetObject", "*.distcp"), times=1) as met:
         assert impatient.has(state)
-    assert met and place.has(state)
+    assert met and checkpoint.has(state)
 
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("fault", [broken_before, broken_off, cut_short, bit_flipped])
-def test_an_answer_that_does_not_arrive_whole_is_never_taken_for_it(fault, verify, place, bucket, monkeypatch):
-    """Once: repeated, or raised. For ever: raised, and the target is as it was."""
+def test_an_incomplete_or_garbled_answer_is_never_loaded(fault, verify, checkpoint, bucket, monkeypatch):
+    """If it happens once, the request is repeated or the load fails. If it lasts, the load fails."""
     if fault is bit_flipped and not verify:
         pytest.skip("that is what verify=False means")
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 2)
     state = host_state(0)
-    place.save(state, threads=1)
+    checkpoint.save(state, threads=1)
     data = asks("GetObject", "*.distcp")
     with bucket.server.failing(fault, data, times=1) as met:
         try:
-            assert place.has(state, verify=verify)
+            assert checkpoint.has(state, verify=verify)
         except xc.CheckpointError:
             assert fault in (cut_short, bit_flipped), "a connection that broke once is worth another try"
     assert met
     target = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
     with bucket.server.failing(fault, data), pytest.raises(xc.CheckpointError):
-        place.load(target, verify=verify)
+        checkpoint.load(target, verify=verify)
     assert all(not tensor.any() or same_bits(tensor, state[key]) for key, tensor in target.items())
     assert not all(tensor.any() for tensor in target.values())
-    assert place.has(state, verify=verify)
+    assert checkpoint.has(state, verify=verify)
 
 
 @pytest.mark.parametrize("name", [".metadata", "manifest-*", "*.distcp"])
 @pytest.mark.parametrize("fault", [cut_short, bit_flipped])
-def test_one_garbled_answer_does_not_make_a_checkpoint_damaged(fault, name, place, bucket, caplog):
-    """Restoring would go back a step, and verify would report damage, although the object is as it was written."""
+def test_one_garbled_answer_is_not_reported_as_damage(fault, name, checkpoint, bucket, caplog):
+    """Otherwise a restore would go back a step although the object is whole."""
     state = host_state(0)
-    place.save(state, threads=1)
+    checkpoint.save(state, threads=1)
     garbled = asks("GetObject", name)
     with bucket.server.failing(fault, garbled, times=1) as met:
-        assert place.has(state)
+        assert checkpoint.has(state)
     if name == "*.distcp":  # s3fs checks the others by itself, and may have asked again before us
         assert len(met) == 1 and caplog.text.count("made a second time") == 1
     with bucket.server.failing(fault, garbled, times=1) as met:
-        report = place.verify()
+        report = checkpoint.verify()
     assert met and report.ok, report
 
 
-def test_one_garbled_answer_does_not_make_the_manager_restore_an_older_step(bucket):
+def test_the_manager_restores_the_newest_step_despite_one_garbled_answer(bucket):
     url = f"s3://{bucket.name}/run"
     with xc.CheckpointManager(url, save_interval=1, storage_options=bucket.server.options) as manager:
         for step in (1, 2):
@@ -515,65 +516,65 @@ def test_one_garbled_answer_does_not_make_the_manager_restore_an_older_step(buck
 
 @pytest.mark.parametrize("name", [".metadata", "manifest-*", "*.distcp"])
 @pytest.mark.parametrize("fault", [refused, slow_down, broken_before, broken_off, cut_short, bit_flipped])
-def test_a_store_that_does_not_answer_verify_is_no_damage_and_is_named(fault, name, place, bucket, monkeypatch):
-    """cut_short and bit_flipped: s3fs checks what it asks for as a whole."""
+def test_verify_raises_and_reports_no_damage_if_the_store_does_not_answer(fault, name, checkpoint, bucket, monkeypatch):
+    """With cut_short and bit_flipped, s3fs itself raises, because it checks whole objects."""
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 2)
-    place.save({"t": torch.ones(100)})
+    checkpoint.save({"t": torch.ones(100)})
     what = "__0_0-.*distcp" if name == "*.distcp" else r"\.metadata or the manifest"
     named = pytest.raises(xc.CheckpointError, match=rf"cannot verify s3://.*: reading {what} failed .*try again")
     with bucket.server.failing(fault, asks("GetObject", name)) as met, named:
-        place.verify()
-    assert met and place.verify().ok
+        checkpoint.verify()
+    assert met and checkpoint.verify().ok
 
 
 @pytest.mark.parametrize("fault", [broken_before, broken_after])
 @pytest.mark.parametrize("step", ["uploading a part", "the manifest", "the commit"])
-def test_a_connection_lost_while_saving_is_taken_up_again(step, fault, place, bucket):
-    place.save(host_state(0), threads=1)
+def test_a_save_survives_a_connection_that_breaks_once(step, fault, checkpoint, bucket):
+    checkpoint.save(host_state(0), threads=1)
     with bucket.server.failing(fault, STEPS[step], times=1) as met:
-        place.save(host_state(1), threads=1)
-    assert met and place.has(host_state(1)) and place.verify().ok
+        checkpoint.save(host_state(1), threads=1)
+    assert met and checkpoint.has(host_state(1)) and checkpoint.verify().ok
     assert len(bucket.objects()) == 3 and not bucket.pending()
 
 
-def test_a_commit_whose_answer_never_came_may_have_happened_and_is_not_undone(place, bucket, monkeypatch):
-    """The save fails, as it cannot know. What .metadata now names must still be there."""
+def test_a_commit_without_an_answer_fails_the_save_and_is_not_undone(checkpoint, bucket, monkeypatch):
+    """The save cannot know whether it was committed. If it was, its files must stay."""
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 2)
-    place.save(host_state(0), threads=1)
+    checkpoint.save(host_state(0), threads=1)
     with bucket.server.failing(broken_after, STEPS["the commit"]) as met, pytest.raises(xc.CheckpointError):
-        place.save(host_state(1), threads=1)
-    assert met and place.verify().ok
-    assert place.has(host_state(1))
-    place.save(host_state(2), threads=1)
-    assert place.has(host_state(2)) and len(bucket.objects()) == 3
+        checkpoint.save(host_state(1), threads=1)
+    assert met and checkpoint.verify().ok
+    assert checkpoint.has(host_state(1))
+    checkpoint.save(host_state(2), threads=1)
+    assert checkpoint.has(host_state(2)) and len(bucket.objects()) == 3
 
 
-# What it costs.
+# The number and size of requests.
 
 
 def small(tensors):
-    """Tensors of 4 KiB in eight chunks each, and as many objects."""
+    """A state of some tensors of 4 KiB, each in eight chunks, and as many objects."""
     on = mesh((8,))
     state = {f"t{n}": put(torch.full((64, 16), float(n)), on, ("a", None)) for n in range(tensors)}
     return {**state, **{f"o{n}": f"object {n}" for n in range(tensors)}}
 
 
-def test_requests_are_counted_in_bytes_and_not_in_tensors(place, bucket):
-    """540 chunks and objects take what 9 take; nothing is asked for one by one, or listed again and again."""
+def test_the_number_of_requests_does_not_depend_on_the_number_of_tensors(checkpoint, bucket):
+    """540 chunks and objects take as many requests as 9."""
     counts = {}
     for tensors in (1, 60):
         state = small(tensors)
-        place.save(state, threads=1)
+        checkpoint.save(state, threads=1)
         with bucket.server.recorded() as saving:
-            place.save(state, threads=1)
+            checkpoint.save(state, threads=1)
         target = {key: put(torch.zeros(64, 16), mesh((8,)), (None, "a")) for key in state if key.startswith("t")}
         target |= {key: None for key in state if key.startswith("o")}
         with bucket.server.recorded() as loading:
-            place.load(target, threads=1)
+            checkpoint.load(target, threads=1)
         for n in range(tensors):
             assert holds(target[f"t{n}"], torch.full((64, 16), float(n))) and target[f"o{n}"] == f"object {n}"
         with bucket.server.recorded() as verifying:
-            assert place.verify().ok
+            assert checkpoint.verify().ok
         counts[tensors] = [count(requests) for requests in (saving, loading, verifying)]
         print(tensors, *map(dict, counts[tensors]))
     assert all(many.total() <= few.total() + 2 for few, many in zip(counts[1], counts[60]))
@@ -582,13 +583,13 @@ def test_requests_are_counted_in_bytes_and_not_in_tensors(place, bucket):
     assert saving["ListObjects"] <= 4 and loading["ListObjects"] <= 1 and verifying["ListObjects"] <= 2
 
 
-def test_large_reads_are_merged_and_none_is_made_twice(place, bucket):
+def test_large_reads_are_merged_and_no_byte_is_read_twice(checkpoint, bucket):
     state = host_state(0, 20)
-    place.save(state, threads=1)
+    checkpoint.save(state, threads=1)
     size = len(bucket[one(bucket.objects(), ".distcp")])
     target = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
     with bucket.server.recorded() as requests:
-        report = place.load(target)
+        report = checkpoint.load(target)
     data = stored(requests)
     print(len(data), sent(data) / size, report.bytes_read, report.bytes_needed)
     assert len(data) <= 2 + size // (4 * MIB)
@@ -599,12 +600,12 @@ def test_large_reads_are_merged_and_none_is_made_twice(place, bucket):
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_few_keys_do_not_cost_the_whole_checkpoint(verify, place, bucket):
+def test_loading_a_few_keys_does_not_read_the_whole_checkpoint(verify, checkpoint, bucket):
     state = host_state(0, 20)
-    place.save(state, threads=1)
+    checkpoint.save(state, threads=1)
     wanted = {key: state[key] for key in ("t3", "t17")}
     with bucket.server.recorded() as requests:
-        assert place.has(wanted, verify=verify)
+        assert checkpoint.has(wanted, verify=verify)
     needed, data = sum(tensor.nbytes for tensor in wanted.values()), stored(requests)
     print(len(data), sent(data) / needed)
     # Checksums are those of whole blocks; at each end of a range one may be read for a few bytes.
@@ -613,12 +614,12 @@ def test_a_few_keys_do_not_cost_the_whole_checkpoint(verify, place, bucket):
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_columns_do_not_cost_the_whole_tensor(verify, place, bucket):
-    """A host whose devices hold the first columns of a tensor with long rows."""
+def test_loading_columns_does_not_read_the_whole_tensor(verify, checkpoint, bucket):
+    """The devices of one host hold the first columns of a tensor with long rows."""
     host = random_bits((2, 4 * MIB), torch.float32)
-    place.save({"t": host}, threads=1)
+    checkpoint.save({"t": host}, threads=1)
     target = {"t": put(torch.zeros(2, 4 * MIB), mesh((8,)), (None, "a"))}
-    reader = xc.ShardReader(place.url, storage_options=place.options, verify=verify)
+    reader = xc.ShardReader(checkpoint.url, storage_options=checkpoint.options, verify=verify)
     planner = xc.SPMDLoadPlanner(access=hosts.share_access(0, 4))
     with bucket.server.recorded() as requests:
         dcp.load(target, storage_reader=reader, planner=planner, no_dist=True)
@@ -630,13 +631,13 @@ def test_columns_do_not_cost_the_whole_tensor(verify, place, bucket):
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_narrow_columns_are_not_asked_for_row_by_row(verify, place, bucket):
+def test_narrow_columns_are_not_requested_row_by_row(verify, checkpoint, bucket):
     host = random_bits((2048, 1024), torch.float32)
-    place.save({"t": host}, threads=1)
+    checkpoint.save({"t": host}, threads=1)
     target = {"t": put(torch.zeros(2048, 1024), mesh((8,)), (None, "a"))}
     planner = xc.SPMDLoadPlanner(access=hosts.share_access(1, 4))
     with bucket.server.recorded() as requests:
-        reader = xc.ShardReader(place.url, storage_options=place.options, verify=verify)
+        reader = xc.ShardReader(checkpoint.url, storage_options=checkpoint.options, verify=verify)
         dcp.load(target, storage_reader=reader, planner=planner, no_dist=True)
     assert len(stored(requests)) <= 4 and sent(stored(requests)) <= host.nbytes + MIB
     expected = torch.zeros_like(host)
@@ -650,12 +651,12 @@ def test_narrow_columns_are_not_asked_for_row_by_row(verify, place, bucket):
 @pytest.fixture
 def memory(tmp_path):
     url = f"memory:/{tmp_path}/step-1"
-    yield Place(url, {})
+    yield Checkpoint(url, {})
     filesystem = fsspec.filesystem("memory")
     filesystem.rm(f"{tmp_path}", recursive=True)
 
 
-def test_memory_is_saved_to_loaded_from_overwritten_and_verified(memory):
+def test_fsspecs_memory_is_saved_to_loaded_from_overwritten_and_verified(memory):
     filesystem, folder = fsspec.filesystem("memory"), memory.url.removeprefix("memory:/")
     saved = xla_hosts()
     memory.save(xla_state(mesh((4, 2)), saved))

@@ -1,4 +1,4 @@
-"""ShardWriter and ShardReader as DCP storage: with any planner, beside stock storage, and what they say they did."""
+"""ShardWriter and ShardReader as DCP storage: with any planner, mixed with stock storage, and their options."""
 
 import io
 import itertools
@@ -43,7 +43,7 @@ def manifest_of(path):
 
 
 def cause(caught):
-    """What DCP has wrapped."""
+    """The error inside DCP's exception."""
     ((error, _),) = caught.value.failures.values()
     return error
 
@@ -59,7 +59,7 @@ DTYPES = [
 
 @st.composite
 def tensors(draw):
-    """0-d, empty, odd, and on both sides of the size from which ours writes a tensor apart from its neighbours."""
+    """0-d, empty and odd tensors, and tensors around the size from which ShardWriter writes a tensor separately."""
     dtype = draw(st.sampled_from(DTYPES))
     small = st.lists(st.integers(0, 7), max_size=4)
     around = st.integers((256 << 10) // dtype.itemsize - 700, (256 << 10) // dtype.itemsize + 9).map(lambda n: [n])
@@ -68,7 +68,7 @@ def tensors(draw):
 
 @settings(max_examples=60)
 @given(st.lists(tensors(), min_size=1, max_size=4))
-def test_no_bit_is_lost_between_our_storage_and_stock_storage_with_dcps_planners(hosts):
+def test_our_storage_and_stock_storage_exchange_every_bit_with_dcps_planners(hosts):
     state = {str(n): host for n, host in enumerate(hosts)}
     with tempfile.TemporaryDirectory() as folder:
         for writer in WRITERS:
@@ -81,7 +81,7 @@ def test_no_bit_is_lost_between_our_storage_and_stock_storage_with_dcps_planners
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_passes_between_our_storage_and_stock_storage(dtype, tmp_path):
+def test_our_storage_and_stock_storage_exchange_every_dtype(dtype, tmp_path):
     state = {str(n): random_bits(shape, dtype, n) for n, shape in enumerate([(), (0, 3), (1,), (5, 3), (70_001,)])}
     for writer, reader in PAIRS:
         save(state, tmp_path / writer, writer)
@@ -93,7 +93,7 @@ def test_every_dtype_passes_between_our_storage_and_stock_storage(dtype, tmp_pat
 OFFS = (-64, -63, -1, 0, 1, 63, 64)
 
 
-def test_elements_that_end_at_a_blocks_end_or_beside_it_are_whole(tmp_path):
+def test_tensors_that_end_near_the_end_of_a_block_come_back(tmp_path):
     head = len(frame_of(torch.uint8, (BLOCK,)).head)
     sizes = {f"block{off:+}": BLOCK - head + off for off in OFFS}
     # torch puts what follows the elements at a multiple of 64, so an item grows in steps.
@@ -114,7 +114,7 @@ def test_elements_that_end_at_a_blocks_end_or_beside_it_are_whole(tmp_path):
 
 
 class RawSave(dcp.DefaultSavePlanner):
-    """Writes bytes as they are."""
+    """Writes objects of bytes without pickling them."""
 
     def transform_object(self, write_item, object):
         return io.BytesIO(object)
@@ -125,7 +125,7 @@ class RawLoad(dcp.DefaultLoadPlanner):
         self.state_dict[read_item.dest_index.fqn] = self.original_state_dict[read_item.dest_index.fqn] = value.read()
 
 
-def test_items_of_any_length_beside_a_blocks_end_are_whole(tmp_path):
+def test_items_that_end_near_the_end_of_a_block_come_back(tmp_path):
     lengths = [
         0,
         1,
@@ -146,7 +146,7 @@ def test_items_of_any_length_beside_a_blocks_end_are_whole(tmp_path):
 
 @every_pair
 def test_planners_of_torch_xla_work_with_our_storage(writer, reader, tmp_path):
-    # Above the size of a job of the reader, so that its threads meet in the planner.
+    # More bytes than a read job has, so that several threads call the planner.
     hosts = {"tiled": random_bits((64, 96 << 10), torch.int32), "rows": random_bits((8, 6), torch.float32, 1)}
     hosts["whole"] = random_bits((5, 3), torch.bfloat16, 2)
     specs = {"tiled": ("a", None), "rows": ("b", None), "whole": (None, None)}
@@ -161,7 +161,7 @@ def test_planners_of_torch_xla_work_with_our_storage(writer, reader, tmp_path):
 
 
 class Alone(dcp.DefaultLoadPlanner):
-    """Sees whether two threads ask it for buffers at the same time, or one while another commits."""
+    """Notices when two threads ask for buffers at the same time, or one asks while another commits."""
 
     def __init__(self):
         super().__init__()
@@ -181,8 +181,8 @@ class Alone(dcp.DefaultLoadPlanner):
         self._visit()
 
 
-def test_planners_that_know_no_threads_are_called_by_one_at_a_time(tmp_path):
-    """torch_xla's fetches a tensor's shards when first asked for one: asked twice at once, it loses what was read."""
+def test_planners_without_thread_safety_get_one_call_at_a_time(tmp_path):
+    """torch_xla's planner fetches a tensor's shards on the first call. Two calls at once lose data."""
     state = {str(n): random_bits((33 << 20,), torch.uint8, n) for n in range(4)}
     save(state, tmp_path)
     planner, target = Alone(), zeros(state)
@@ -191,7 +191,7 @@ def test_planners_that_know_no_threads_are_called_by_one_at_a_time(tmp_path):
     assert not planner.met
 
 
-def test_our_planners_and_stock_planners_exchange_what_they_saved_through_our_storage(tmp_path):
+def test_our_planners_and_stock_planners_exchange_checkpoints_through_our_storage(tmp_path):
     host = random_bits((24, 10), torch.float32)
     save({"t": put(host, mesh((4, 2)), ("a", "b")), "n": 3}, tmp_path / "a", planner=xc.SPMDSavePlanner())
     target = {"t": torch.zeros_like(host), "n": 0}
@@ -229,7 +229,7 @@ UNUSUAL = {
 
 
 @every_pair
-def test_tensors_of_every_memory_layout_are_saved_as_what_they_show(writer, reader, tmp_path):
+def test_tensors_of_every_memory_layout_are_saved_by_value(writer, reader, tmp_path):
     save(UNUSUAL, tmp_path, writer)
     target = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in UNUSUAL.items()}
     load(target, tmp_path, reader)
@@ -237,11 +237,13 @@ def test_tensors_of_every_memory_layout_are_saved_as_what_they_show(writer, read
         assert torch.equal(target[key], value.detach()), key
     assert xc.verify(tmp_path).ok
     if writer == "ours":
-        assert sum(file.stat().st_size for file in tmp_path.glob("*.distcp")) < 100_000, "8 MiB belong to nobody"
+        assert sum(file.stat().st_size for file in tmp_path.glob("*.distcp")) < 100_000, (
+            "more than the elements is saved"
+        )
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_targets_of_every_memory_layout_are_filled(reader, tmp_path):
+def test_targets_of_every_memory_layout_are_loaded(reader, tmp_path):
     values = {key: value.detach() * 1 for key, value in UNUSUAL.items() if key not in ("expanded", "inference")}
     save(values, tmp_path)
     target = {
@@ -266,7 +268,7 @@ def test_targets_of_every_memory_layout_are_filled(reader, tmp_path):
     [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float64), (torch.int64, torch.uint8)],
     ids=str,
 )
-def test_dcps_planner_casts_with_our_reader_as_it_does_with_its_own(saved, wanted, tmp_path):
+def test_dcps_planner_casts_with_our_reader_as_with_dcps_reader(saved, wanted, tmp_path):
     state = {str(n): torch.arange(1, 1 + math.prod(shape)).reshape(shape).to(saved) for n, shape in enumerate(SHAPES)}
     save(state, tmp_path)
     targets = [{key: torch.zeros(value.shape, dtype=wanted) for key, value in state.items()} for _ in READERS]
@@ -280,7 +282,7 @@ SHAPES = [(), (3,), (4, 5), (0, 2)]
 
 
 @every_pair
-def test_quantized_tensors_are_more_than_their_bytes_and_come_back(writer, reader, tmp_path):
+def test_quantized_tensors_come_back(writer, reader, tmp_path):
     state = {"q": quantized(base.abs()), "plain": base}
     save(state, tmp_path, writer)
     target = {"q": quantized(torch.zeros_like(base)), "plain": torch.zeros_like(base)}
@@ -290,7 +292,7 @@ def test_quantized_tensors_are_more_than_their_bytes_and_come_back(writer, reade
 
 
 @every_pair
-def test_tensors_of_a_subclass_come_back_where_torch_is_told_that_they_are_safe(writer, reader, tmp_path):
+def test_tensors_of_a_subclass_come_back_if_the_subclass_is_a_safe_global(writer, reader, tmp_path):
     saved = base.clone().as_subclass(Labelled)
     save({"t": saved}, tmp_path, writer)
     with torch.serialization.safe_globals([Labelled]):
@@ -318,7 +320,7 @@ def test_sparse_tensors_are_refused_by_name_and_the_old_checkpoint_stays(layout,
     assert torch.equal(target["t"], base)
 
 
-def test_dcp_to_torch_save_opens_what_we_wrote(tmp_path):
+def test_dcp_to_torch_save_opens_our_checkpoint(tmp_path):
     host = random_bits((24, 10), torch.bfloat16)
     state = {"m": {"t": put(host, mesh((4, 2)), ("a", "b")), "l": [base, 3]}, "step": 7, "empty": torch.zeros(0, 2)}
     xc.save(state, tmp_path / "c")
@@ -329,7 +331,7 @@ def test_dcp_to_torch_save_opens_what_we_wrote(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"thread_count": 3}, {"single_file_per_rank": False, "thread_count": 3}], ids=str)
-def test_what_stock_writers_threads_wrote_is_read(options, tmp_path):
+def test_checkpoints_of_the_stock_writer_with_threads_are_read(options, tmp_path):
     state = {str(n): random_bits((n, 50), torch.float32, n) for n in range(1, 12)}
     dcp.save({"m": state, "words": "abc"}, storage_writer=dcp.FileSystemWriter(tmp_path, **options))
     assert len(list(tmp_path.glob("*.distcp"))) >= 3
@@ -341,7 +343,7 @@ def test_what_stock_writers_threads_wrote_is_read(options, tmp_path):
 
 
 class Masked(io.RawIOBase):
-    """A stream that another one's bytes pass through, each changed."""
+    """A stream that changes every byte of another stream."""
 
     def __init__(self, inner):
         super().__init__()
@@ -363,7 +365,7 @@ class Masked(io.RawIOBase):
 
 
 class Masking(StreamTransformExtension):
-    """Encrypts, as far as a test needs it."""
+    """A stand-in for encryption."""
 
     registry_name = staticmethod(lambda: "test.masking")
     from_descriptor = staticmethod(lambda version: Masking())
@@ -379,7 +381,7 @@ class Masking(StreamTransformExtension):
 
 @pytest.fixture
 def masked(tmp_path):
-    """What stock DCP wrote through an extension, and its tensors."""
+    """A checkpoint that stock DCP wrote through an extension, and its tensors."""
     state = {"a": random_bits((300, 7), torch.float32), "b": torch.tensor(3)}
     writer = dcp.FileSystemWriter(tmp_path, _extensions=[Masking()])
     dcp.save({"m": state, "words": "abc"}, storage_writer=writer)
@@ -387,7 +389,7 @@ def masked(tmp_path):
     return tmp_path, state
 
 
-def test_what_passed_through_an_extension_of_dcp_is_read(masked, monkeypatch):
+def test_items_written_through_a_dcp_extension_are_read(masked, monkeypatch):
     path, state = masked
     made = ExtensionRegistry.__init__
     monkeypatch.setattr(ExtensionRegistry, "__init__", lambda self: (made(self), self.register(Masking))[0])
@@ -397,7 +399,7 @@ def test_what_passed_through_an_extension_of_dcp_is_read(masked, monkeypatch):
         assert all(map(same_bits, target["m"].values(), state.values())) and target["words"] == "abc"
 
 
-def test_an_extension_that_is_not_there_is_named_with_the_key_and_is_no_damage(masked):
+def test_a_missing_dcp_extension_is_named_with_the_key_and_is_no_damage(masked):
     path, state = masked
     with pytest.raises(xc.CheckpointError, match=r"'m\.[ab]'.*test\.masking/1") as caught:
         xc.load({"m": zeros(state)}, path)
@@ -408,14 +410,14 @@ def test_an_extension_that_is_not_there_is_named_with_the_key_and_is_no_damage(m
 
 @pytest.fixture
 def group():
-    """A process group of this process alone."""
+    """A process group with this process as its only rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 @every_pair
-def test_what_a_rank_saved_without_collectives_is_read_and_verified(writer, reader, tmp_path, group):
+def test_a_rank_checkpoint_without_collectives_is_read_and_verified(writer, reader, tmp_path, group):
     state = {"t": random_bits((50, 7), torch.float32)}
     dcp.save({"m": state, "n": 3}, storage_writer=WRITERS[writer](tmp_path), use_collectives=False)
     assert (tmp_path / "__0.metadata").exists() and not (tmp_path / ".metadata").exists()
@@ -432,7 +434,7 @@ def test_what_a_rank_saved_without_collectives_is_read_and_verified(writer, read
     assert xc.verify(tmp_path).keys == ("m.t",)
 
 
-def test_our_planners_read_what_a_rank_saved_without_collectives(tmp_path, group):
+def test_our_planners_read_a_rank_checkpoint_without_collectives(tmp_path, group):
     host = random_bits((16, 6), torch.float32)
     state = {"t": put(host, mesh((4, 2)), ("a", "b"))}
     writer = xc.ShardWriter(tmp_path)
@@ -445,7 +447,7 @@ def test_our_planners_read_what_a_rank_saved_without_collectives(tmp_path, group
 # The manifest.
 
 
-def test_the_manifest_says_what_the_caller_said_and_what_wrote_it(tmp_path):
+def test_the_manifest_holds_user_metadata_step_and_software_versions(tmp_path):
     about = {"run": "é ☃ \U0001f600", "losses": [1.5, 2.25e-300, None], "nested": {"": True}, "quote": 'a"b\\\n\x00'}
     state = {"t": put(torch.ones(8, 4), mesh((4, 2)), ("a", "b")), "h": torch.ones(2), "n": 1}
     xc.save(state, tmp_path, step=12, user_metadata=about)
@@ -460,13 +462,13 @@ def test_the_manifest_says_what_the_caller_said_and_what_wrote_it(tmp_path):
     assert {name: (tmp_path / name).stat().st_size for name in found.files} == found.files
 
 
-def test_without_the_callers_word_the_manifest_says_nothing_for_it(tmp_path):
+def test_step_and_user_metadata_default_to_none(tmp_path):
     xc.save({"t": torch.ones(2)}, tmp_path)
     found = manifest_of(tmp_path)
     assert found.step is None and found.user_metadata is None
 
 
-def test_a_checkpoint_of_others_has_no_manifest(tmp_path):
+def test_a_checkpoint_of_the_stock_writer_has_no_manifest(tmp_path):
     save({"t": torch.ones(2)}, tmp_path, "stock")
     assert manifest_of(tmp_path) is None
 
@@ -485,7 +487,7 @@ KEYS = [
 ]
 
 
-def test_no_key_is_lost_for_the_characters_it_is_made_of(tmp_path):
+def test_keys_with_unusual_characters_come_back(tmp_path):
     state = {key: torch.full((3,), float(n)) for n, key in enumerate(KEYS)}
     about = dict(zip(KEYS, range(len(KEYS))))
     xc.save({**state, "object \ud800": ("a\udc00",), "nested": {"\ud800": base}}, tmp_path, user_metadata=about)
@@ -503,7 +505,7 @@ def test_no_key_is_lost_for_the_characters_it_is_made_of(tmp_path):
 
 @settings(max_examples=60)
 @given(st.lists(st.text(st.characters(), max_size=5), min_size=1, max_size=5, unique=True))
-def test_no_key_is_lost_whatever_it_is(keys):
+def test_random_keys_come_back(keys):
     state = {key: torch.full((2,), float(n)) for n, key in enumerate(keys)}
     with tempfile.TemporaryDirectory() as folder:
         xc.save(state, folder, sync=False)
@@ -513,11 +515,11 @@ def test_no_key_is_lost_whatever_it_is(keys):
 
 
 class Secret:
-    """Something that only a pickle can hold."""
+    """An object that only a pickle can hold."""
 
 
 class Recording(dcp.DefaultSavePlanner):
-    """A planner that records something of its own."""
+    """A planner that records data of its own in the metadata."""
 
     def __init__(self, record):
         super().__init__()
@@ -540,7 +542,7 @@ RECORDS = {
 
 
 @pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
-def test_what_a_planner_recorded_comes_back_as_it_was(record, tmp_path, caplog):
+def test_planner_data_comes_back_unchanged(record, tmp_path, caplog):
     save({"t": base}, tmp_path, planner=Recording(record))
     for reader in READERS.values():
         found = reader(tmp_path).read_metadata().planner_data
@@ -551,25 +553,25 @@ def test_what_a_planner_recorded_comes_back_as_it_was(record, tmp_path, caplog):
     assert [record for record in caplog.records if record.name.startswith("torch_xla_ckpt")] == []
 
 
-def test_a_record_that_could_run_code_is_left_out_with_a_warning_and_the_tensors_load(tmp_path, caplog):
+def test_planner_data_that_could_run_code_is_left_out_with_a_warning(tmp_path, caplog):
     save({"t": base}, tmp_path, planner=Recording(Secret()))
     target = {"t": torch.zeros_like(base)}
     xc.load(target, tmp_path)
     assert torch.equal(target["t"], base)
-    assert "what the planner that saved it recorded is left out" in caplog.text and "Secret" in caplog.text
+    assert "the planner data in .metadata is ignored" in caplog.text and "Secret" in caplog.text
     assert xc.verify(tmp_path).ok
 
 
 @pytest.fixture
 def plan_cache():
-    """DCP keeps plans on a class of its own, for the whole process."""
+    """Clear DCP's plan cache, which belongs to the process."""
     names = [name for name in vars(SavePlanner) if name.startswith("_cached")]
     yield
     for name in names:
         getattr(SavePlanner, name).clear()
 
 
-def test_a_cached_plan_of_dcp_is_refused_and_neither_old_nor_new_files_are_harmed(tmp_path, plan_cache):
+def test_a_cached_dcp_plan_is_refused_and_leaves_all_files_as_they_were(tmp_path, plan_cache):
     def planner():
         return dcp.DefaultSavePlanner(enable_plan_caching=True)
 
@@ -599,7 +601,7 @@ def nested(levels):
 
 
 @pytest.mark.parametrize("levels", [399, 400])
-def test_user_metadata_of_400_levels_is_read_again(tmp_path, levels):
+def test_user_metadata_may_be_nested_400_levels_deep(tmp_path, levels):
     xc.save({"t": torch.ones(2)}, tmp_path, user_metadata=nested(levels))
     assert manifest_of(tmp_path).user_metadata == nested(levels)
     with pytest.raises(ValueError, match="user_metadata is nested more than 400 levels deep"):
@@ -623,7 +625,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("options", "error"), WRONG.values(), ids=WRONG)
-def test_a_wrong_option_fails_before_hours_of_training_and_not_at_the_save(options, error, tmp_path):
+def test_a_wrong_option_fails_when_the_writer_or_reader_is_made(options, error, tmp_path):
     with pytest.raises(error):
         xc.ShardWriter(tmp_path / "c", **options)
     if not {"step", "user_metadata"} & set(options):
@@ -633,12 +635,12 @@ def test_a_wrong_option_fails_before_hours_of_training_and_not_at_the_save(optio
 
 
 @pytest.mark.parametrize("step", [np.int64(12), np.uint8(12), torch.tensor(12), 12], ids=lambda step: str(type(step)))
-def test_a_step_of_any_integer_type_is_recorded(step, tmp_path):
+def test_a_step_may_have_any_integer_type(step, tmp_path):
     xc.save({"t": torch.ones(2)}, tmp_path, step=step)
     assert manifest_of(tmp_path).step == 12
 
 
-def test_save_returns_what_stock_dcp_reads_from_the_folder(tmp_path):
+def test_save_returns_the_metadata_that_stock_dcp_reads(tmp_path):
     state = {"t": put(torch.ones(8, 4), mesh((4, 2)), ("a", "b")), "n": 1}
     metadata = xc.save(state, tmp_path)
     read = dcp.FileSystemReader(tmp_path).read_metadata()
@@ -658,7 +660,7 @@ def test_one_writer_and_one_reader_serve_many_checkpoints(tmp_path):
         target = {"t": torch.zeros(n + 2)}
         dcp.load(target, checkpoint_id=tmp_path / str(n), storage_reader=reader)
         assert torch.equal(target["t"], torch.full((n + 2,), float(n)))
-        assert reader.stats.bytes_needed == 4 * (n + 2), "that of the last load"
+        assert reader.stats.bytes_needed == 4 * (n + 2), "bytes of the last load only"
         save_ids.add(reader.manifest.save_id)
         assert len(list((tmp_path / str(n)).iterdir())) == 3 and xc.verify(tmp_path / str(n)).ok
     assert len(save_ids) == 3 and not (tmp_path / "elsewhere").exists()

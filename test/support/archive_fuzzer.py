@@ -337,15 +337,16 @@ def plain_types():
     import numpy as np
     import torch
 
-    from torch_xla_ckpt.serialization.machine import Maker
-    from torch_xla_ckpt.serialization.tensors import _StorageKind
+    from torch_xla_ckpt.serialization.storages import StorageKind
+    from torch_xla_ckpt.serialization.table import CheckedFunction
 
     leaves = (
         *(type(None), bool, int, float, complex, str, bytes, bytearray, range, type, type(np.dtype("f8").type)),
         *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone, decimal.Decimal),
         *(uuid.UUID, uuid.SafeUUID, pathlib.PurePosixPath, pathlib.PosixPath, pathlib.PureWindowsPath, type(np.dtype)),
         *(torch.Size, torch.device, torch.dtype, torch.layout, torch.qscheme, torch.storage.TypedStorage),
-        *(torch._C._TensorMeta, torch.nn.parameter._ParameterMeta, Maker, _StorageKind),  # names that nothing calls
+        *(torch._C._TensorMeta, torch.nn.parameter._ParameterMeta),
+        *(CheckedFunction, StorageKind),  # stand-ins that nothing can call
         *{type(np.dtype(code)) for code in np.typecodes["All"]},
     )
     return frozenset(leaves)

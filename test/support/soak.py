@@ -211,7 +211,7 @@ def train(place, folder, restart, mesh_name, rank, world, options):
         xs.mark_sharding(module[0].weight, on, ("a", "b"))
         xs.mark_sharding(module[2].weight, on, (None, "b"))
 
-    optim = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optim = torch.optim.SGD(model.parameters(), lr=2**-4, momentum=2**-1)
     noise = torch.Generator().manual_seed(1)
     data = {"position": 0, "noise": noise.get_state()}
 

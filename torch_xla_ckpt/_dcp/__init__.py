@@ -22,21 +22,24 @@ from torch_xla_ckpt._dcp.items import (
     whole_read,
 )
 from torch_xla_ckpt._dcp.metadata import (
+    NOT_STORED,
     MemoryFormatEncoding,
     StorageInfo,
     box_of,
     boxes_of,
     chunk_of,
+    cover_flaws,
     finished,
     is_one_chunk,
-    lost,
     properties,
     size_of,
     storage_info,
+    unstored,
 )
 from torch_xla_ckpt._dcp.values import IntegerKey, dtensor_box, is_sharded_tensor, is_stateful, state_of
 
 __all__ = [
+    "NOT_STORED",
     "DistWrapper",
     "IntegerKey",
     "MemoryFormatEncoding",
@@ -46,6 +49,7 @@ __all__ = [
     "boxes_of",
     "cause",
     "chunk_of",
+    "cover_flaws",
     "default_store",
     "dtensor_box",
     "fail_to_save",
@@ -55,7 +59,6 @@ __all__ = [
     "is_sharded_tensor",
     "is_stateful",
     "load",
-    "lost",
     "new_group",
     "object_item",
     "part_of",
@@ -66,6 +69,7 @@ __all__ = [
     "state_of",
     "storage_info",
     "tensor_item",
+    "unstored",
     "untransformed",
     "whole_read",
 ]

@@ -20,21 +20,26 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torch_xla_ckpt.layout import Box, BoxArray
+from torch_xla_ckpt.layout import Box, BoxArray, Flaw, covers_exactly, find_flaws
 
 __all__ = [
+    "NOT_STORED",
     "MemoryFormatEncoding",
     "StorageInfo",
     "box_of",
     "boxes_of",
     "chunk_of",
+    "cover_flaws",
     "finished",
     "is_one_chunk",
-    "lost",
     "properties",
     "size_of",
     "storage_info",
+    "unstored",
 ]
+
+NOT_STORED = "is listed, but stored in no file"
+"""The problem of an item that the metadata lists and that its ``storage_data`` lacks."""
 
 
 @lru_cache(maxsize=256)
@@ -82,29 +87,41 @@ def is_one_chunk(saved: TensorStorageMetadata) -> bool:
     return len(saved.chunks) == 1 and saved.chunks[0].sizes == saved.size and not any(saved.chunks[0].offsets)
 
 
-def lost(metadata: Metadata, keys: Iterable[str]) -> dict[str, list[Box | None]]:
-    """Return the chunks and objects that the metadata lists under ``keys`` but that no file holds.
+def cover_flaws(saved: TensorStorageMetadata) -> tuple[Flaw, ...]:
+    """Return the regions of a saved tensor that its chunks do not cover exactly once; at most three.
+
+    Raises:
+        ValueError: a chunk has another number of dimensions than the tensor.
+    """
+    if is_one_chunk(saved):
+        return ()
+    whole, chunks = Box.whole(saved.size), boxes_of(saved)
+    return () if covers_exactly(whole, chunks) else find_flaws(whole, chunks)
+
+
+def unstored(metadata: Metadata, keys: Iterable[str]) -> dict[str, list[str]]:
+    """Describe the chunks and objects that the metadata lists under ``keys`` but that no file holds.
 
     A storage writer that fails in a worker thread and still reports success leaves such a checkpoint. Some storage
     has ``storage_data`` of its own instead of DCP's mapping from items to files. That cannot be checked, and the
     result is empty.
 
     Returns:
-        The boxes of missing chunks by key; None stands for a missing object.
+        For each key that misses chunks or is a missing object, one description of each of them.
     """
     storage_data = metadata.storage_data
     if not isinstance(storage_data, Mapping) or not set(map(type, storage_data)) <= {MetadataIndex}:
         return {}
     stored = {(index.fqn, index.offset) for index in storage_data}
-    missing: dict[str, list[Box | None]] = {}
+    missing: dict[str, list[str]] = {}
     for key in keys:
         saved = metadata.state_dict_metadata[key]
         if not isinstance(saved, TensorStorageMetadata):
-            gone: list[Box | None] = [] if (key, None) in stored else [None]
+            gone = [] if (key, None) in stored else ["the object"]
         else:
-            gone = [box_of(chunk) for chunk in saved.chunks if (key, chunk.offsets) not in stored]
+            gone = [str(box_of(chunk)) for chunk in saved.chunks if (key, chunk.offsets) not in stored]
         if gone:
-            missing[key] = gone
+            missing[key] = [f"{item} {NOT_STORED}" for item in gone]
     return missing
 
 

@@ -11,7 +11,7 @@ from torch_xla_ckpt.manager.step_folder import TORCH_XLA_MARKER
 from torch_xla_ckpt.manager.steps import Steps
 from torch_xla_ckpt.protocols import Folder
 from torch_xla_ckpt.serialization import METADATA
-from torch_xla_ckpt.storage import commit
+from torch_xla_ckpt.storage import is_checkpoint_file, leftovers
 
 
 class StepDeletion:
@@ -58,9 +58,9 @@ class StepDeletion:
         """
         folder = self._steps.folder(step)
         listing = folder.listing()
-        ours = commit.over(folder, listing, None) | frozenset(files) | ({TORCH_XLA_MARKER} & listing.keys())
+        ours = leftovers(folder, listing, None) | frozenset(files) | ({TORCH_XLA_MARKER} & listing.keys())
         if stock:
-            ours |= {name for name in listing if commit.is_part(name) and not commit.is_part(name, stock=False)}
+            ours |= {name for name in listing if is_checkpoint_file(name) and not is_checkpoint_file(name, stock=False)}
         # Look only now: a save counts as over when it has ended its lease, and then it has committed the step.
         if self._steps.look(step, fresh=True).kind != "unfinished":
             raise OSError(f"{self._steps.at(step)} is committed again, so its files stay")
@@ -81,7 +81,7 @@ class StepDeletion:
         """
         folder = self._steps.folder(step)
         names = folder.names()
-        if not names or not all(commit.is_part(name, stock=False) for name in names):
+        if not names or not all(is_checkpoint_file(name, stock=False) for name in names):
             return False
         clock = f"{METADATA}-{secrets.token_hex(8)}.tmp"  # if this file stays, the next program removes it
         folder.put(clock, b"")
@@ -90,7 +90,7 @@ class StepDeletion:
         finally:
             folder.remove([clock])
         entry = listing.pop(clock, None)
-        over = commit.over(folder, listing, None if entry is None else entry.modified)
+        over = leftovers(folder, listing, None if entry is None else entry.modified)
         if not over or self._steps.look(step, fresh=True).kind != "unfinished":
             return False
         _delete(folder, over)

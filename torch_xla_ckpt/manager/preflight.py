@@ -9,7 +9,7 @@ from torch_xla_ckpt.coordination import Processes
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.manager.steps import Steps
 from torch_xla_ckpt.protocols import Folder
-from torch_xla_ckpt.storage import told_apart
+from torch_xla_ckpt.storage import path_mismatch
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def require_shared_folder(steps: Steps, processes: Processes) -> None:
             )
     blind = [(rank, error) for rank, (error, _) in zip(processes.ranks, found) if error is not None]
     if blind:
-        apart = told_apart("looks", "in", [identity for _, identity in found])
+        apart = path_mismatch("looks", "in", [identity for _, identity in found])
         raise CheckpointError(
             f"ranks {', '.join(str(rank) for rank, _ in blind)} do not see what rank 0 has written to {found[0][1]} "
             f"({blind[0][1]}). All ranks must use one shared folder: on a local disk of its own, each host would keep "

@@ -18,7 +18,7 @@ from torch_xla_ckpt.manager.keep import Saved
 from torch_xla_ckpt.manager.retries import Retries
 from torch_xla_ckpt.protocols import Folder, Window
 from torch_xla_ckpt.serialization import METADATA
-from torch_xla_ckpt.storage import Location, commit, open_folder
+from torch_xla_ckpt.storage import Location, is_checkpoint_file, open_folder, read_index, written_by
 
 TORCH_XLA_MARKER = ".manager_metadata"
 """The file that torch_xla's manager writes last. It is a pickle, and we never open it."""
@@ -95,7 +95,7 @@ class StepReader:
         if folder.save_id is None:  # stock DCP stores no facts; torch_xla's manager stores them in a pickle
             return Facts(Saved(step), {}, folder.by_torch_xla), None
         manifest = self._retries.run_twice_if_damaged(
-            lambda: commit.committed(self.folder(step)).manifest, f"reading the manifest of step {step}"
+            lambda: read_index(self.folder(step)).manifest, f"reading the manifest of step {step}"
         )
         if manifest is None:
             return Facts(Saved(step), {}), None
@@ -136,14 +136,14 @@ class StepReader:
     def _look_without_seal(self, step: int, folder: Folder) -> StepFolder:
         """Return the kind of a folder whose ``.metadata`` does not end with our seal."""
         names = folder.names()
-        is_checkpoint = TORCH_XLA_MARKER in names or any(commit.is_part(name, stock=False) for name in names)
+        is_checkpoint = TORCH_XLA_MARKER in names or any(is_checkpoint_file(name, stock=False) for name in names)
         try:
-            found = self._retries.run_twice_if_damaged(lambda: commit.committed(folder), f"reading step {step}")
+            found = self._retries.run_twice_if_damaged(lambda: read_index(folder), f"reading step {step}")
         except (CorruptCheckpointError, UnsafeObjectError) as error:
             return StepFolder("damaged", None, str(error)) if is_checkpoint else StepFolder("foreign")
         if found.manifest is not None:  # a save has replaced .metadata just now
             return StepFolder("committed", found.manifest.save_id)
-        if commit.written_by(found.metadata):
+        if written_by(found.metadata):
             return StepFolder("damaged", None, "its manifest is missing, and the last line of .metadata is damaged")
         return StepFolder("committed", by_torch_xla=TORCH_XLA_MARKER in names)
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
-from torch_xla_ckpt.layout import Box, Claim, assign, covers_exactly, find_flaws
+from torch_xla_ckpt.layout import Box, Claim, assign
 from torch_xla_ckpt.state import TensorHandle
 
 
@@ -112,11 +112,8 @@ def prove_complete(metadata: Mapping[str, TensorStorageMetadata | BytesStorageMe
     """
     broken = []
     for key, saved in metadata.items():
-        if isinstance(saved, TensorStorageMetadata) and not _dcp.is_one_chunk(saved):
-            whole, chunks = Box.whole(saved.size), _dcp.boxes_of(saved)
-            if not covers_exactly(whole, chunks):
-                flaws = "; ".join(map(str, find_flaws(whole, chunks)))
-                broken.append((key, f"{key!r} of shape {tuple(saved.size)}: {flaws}"))
+        if isinstance(saved, TensorStorageMetadata) and (flaws := _dcp.cover_flaws(saved)):
+            broken.append((key, f"{key!r} of shape {tuple(saved.size)}: {'; '.join(map(str, flaws))}"))
     if broken:
         raise IncompleteCheckpointError(
             "the ranks of this save do not hold every element exactly once:\n  "

@@ -142,9 +142,8 @@ class OngoingLoad:
         found = self.match
         outcomes = dict(found.outcomes)
         items = [_dcp.read_object(key, source) for key, source in found.objects.items()]
-        broken: dict[str, list[str]] = {}
-        for key, parts in _dcp.lost(self.metadata, [*found.objects.values(), *found.tensors.values()]).items():
-            broken[key] = [f"{part or 'the object'} is listed, but stored in no file" for part in parts[:3]]
+        sources = [*found.objects.values(), *found.tensors.values()]
+        broken = {key: missing[:3] for key, missing in _dcp.unstored(self.metadata, sources).items()}
         for key, target in self._targets.items():
             source = found.tensors[key]
             reads = plan_reads(key, source, target.boxes, self._saved_tensor(source))

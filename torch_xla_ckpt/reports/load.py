@@ -8,6 +8,8 @@ from typing import Literal, get_args
 
 import torch
 
+from torch_xla_ckpt.reports.sizes import format_bytes
+
 Status = Literal["loaded", "created", "kept", "missing", "unexpected", "not requested"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 _PRINTED = ("loaded", "resharded", "cast", "renamed", "created", "kept", "missing", "unexpected", "not requested")
@@ -146,14 +148,6 @@ class LoadReport:
         if self.bytes_needed is None or self.bytes_read is None or self.bytes_per_second is None:
             return f"loaded in {self.seconds:.2f} s ({phases})"
         return (
-            f"loaded {_size(self.bytes_needed)} in {self.seconds:.2f} s, {_size(self.bytes_per_second)}/s ({phases}); "
-            f"read {_size(self.bytes_read)}"
+            f"loaded {format_bytes(self.bytes_needed)} in {self.seconds:.2f} s, "
+            f"{format_bytes(self.bytes_per_second)}/s ({phases}); read {format_bytes(self.bytes_read)}"
         )
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 999.5:  # with more than three digits, the format would use an exponent
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.3g} TiB"

@@ -1,4 +1,4 @@
-"""Keeping the garbage collector out of bulk work."""
+"""Pause Python's garbage collector while a checkpoint is planned, saved or loaded."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch_xla_ckpt.runtime import forks
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-# A threshold that is never reached. It is no value a program would set, so that its own settings can be told from ours.
+# A threshold that is never reached. No program would set this value, so a program's settings differ from ours.
 _PAUSED = (1 << 31) - 1
 
 _lock = threading.Lock()
 _pauses = 0
-_before = 0  # the threshold of the program
+_before = 0  # the program's threshold
 
 
 @forks.in_child
-def _go_on() -> None:
-    """In a forked child, no function of the parent ends, so no pause would."""
+def _end_pauses() -> None:
+    """End all pauses in a forked child, where the functions that would end them do not run."""
     global _lock, _pauses
     _lock = threading.Lock()
     paused, _pauses = _pauses, 0
@@ -32,20 +32,21 @@ def _go_on() -> None:
 
 
 def _restore() -> None:
-    """Give the program its threshold back, unless it has set one itself meanwhile."""
+    """Restore the program's threshold, unless the program has set another one meanwhile."""
     if gc.get_threshold()[0] == _PAUSED:
         gc.set_threshold(_before)
 
 
 def without_collector(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Run a function with Python's cyclic garbage collector paused.
+    """Run a function while Python's cyclic garbage collector is paused; a decorator.
 
-    Planning makes hundreds of thousands of objects, none of them garbage. Every quarter more of them makes the
-    collector walk all objects of the program, which took more than half of the time of saving 20,000 small tensors. It
-    goes on afterwards as before; functions of several threads may overlap.
+    Planning makes hundreds of thousands of objects, and none of them is garbage. Whenever their number has grown by a
+    quarter, the collector walks all objects of the program. This took more than half of the time of saving 20,000 small
+    tensors. Decorated functions may run in several threads at the same time. When the last one returns, the collector
+    runs as before.
 
-    The pause is a threshold that is never reached. ``gc.disable`` would be undone by our ``gc.enable`` if the program
-    calls it meanwhile for reasons of its own.
+    The pause is a threshold that is never reached. ``gc.disable`` is not used: if the program called it during the
+    pause, our ``gc.enable`` would undo that.
     """
 
     @functools.wraps(function)
@@ -53,7 +54,7 @@ def without_collector(function: Callable[_P, _R]) -> Callable[_P, _R]:
         global _pauses, _before
         owner = forks.Owner()
         with _lock:
-            _pauses += 1  # first, so that a child forked right here turns the collector on
+            _pauses += 1  # first, so that a child forked at this moment turns the collector on
             if _pauses == 1:
                 _before = gc.get_threshold()[0]
                 gc.set_threshold(_PAUSED)

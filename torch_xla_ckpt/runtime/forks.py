@@ -1,8 +1,8 @@
-"""What a forked child keeps of its parent's saves: nothing.
+"""Keep forked children away from the saves of their parent.
 
-A fork copies memory but only one thread. The child therefore sees saves that nobody runs there, locks that nobody
-will release, and handlers that nobody reads. ``Owner`` tells an object that it belongs to another process;
-``in_child`` and ``renew_in_child`` give the child fresh locks.
+A fork copies memory but only one thread. So a child sees saves that no thread runs, and locks that no thread will
+release. ``Owner`` tells whether an object belongs to another process. ``in_child`` and ``renew_in_child`` give the
+child fresh locks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 class _Process:
-    """Stands for one process. Unlike a process id, it is never used again."""
+    """The identity of one process. Unlike a process id, it is never used again."""
 
 
 _current = _Process()
@@ -24,10 +24,10 @@ _renewals: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakK
 
 
 class Owner:
-    """The process that made an object.
+    """The process that created an object.
 
     Attributes:
-        pid: the id of that process.
+        pid: the id of the process.
     """
 
     def __init__(self) -> None:
@@ -36,11 +36,15 @@ class Owner:
 
     @property
     def is_here(self) -> bool:
-        """Whether the running process is the owner; False in children forked from it."""
+        """Whether this process is the owner; False in its forked children."""
         return self._process is _current
 
     def refusal(self, what: str) -> str:
-        """The text of an error: a forked child uses an object of its parent."""
+        """Return the text of the error about an object that is used in a forked child.
+
+        Args:
+            what: the kind of the object: "manager", for example.
+        """
         return (
             f"this {what} belongs to process {self.pid}; process {os.getpid()} was forked from it and has none of its "
             f"threads. Use the {what} in process {self.pid}, or create another one here"
@@ -48,7 +52,7 @@ class Owner:
 
 
 def in_child(function: Callable[[], None]) -> Callable[[], None]:
-    """Call a function in every forked child, before ``os.fork`` returns there; a decorator."""
+    """Call a function in every forked child, before ``os.fork`` returns in the child; a decorator."""
     if hasattr(os, "register_at_fork"):  # Windows cannot fork
         os.register_at_fork(after_in_child=function)
     return function
@@ -58,8 +62,8 @@ def renew_in_child(thing: _T, renew: Callable[[_T], None]) -> None:
     """Call ``renew(thing)`` in every forked child, to replace locks that another thread held during the fork.
 
     Args:
-        thing: held weakly.
-        renew: must not refer to ``thing`` itself.
+        thing: the object. It is referenced weakly, so it can be garbage-collected.
+        renew: the function. A reference to ``thing`` in the function would keep ``thing`` alive.
     """
     _renewals[thing] = renew
 

@@ -1,8 +1,8 @@
-"""The zip archive that ``torch.save`` writes, parsed strictly.
+"""A strict parser of the zip archives that ``torch.save`` writes.
 
 Zip files can be read in several ways: from the central directory or from the local headers, with or without bytes
-before them. Here both must agree, and the members must cover the file from its first byte to the central directory
-without a gap. Only what torch's and Python's writers produce without compression is accepted.
+before them. Here directory and headers must agree, and the members must cover the file from its first byte to the
+central directory without a gap. Only uncompressed archives as torch and Python write them are accepted.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ _EXTRA = struct.Struct("<HH")
 _DESCRIPTOR = 0x0008  # sizes follow the data
 _UTF8 = 0x0800
 _MAX_16, _MAX_32 = 0xFFFF, 0xFFFFFFFF
-_ZIP64, _PADDING = 0x0001, 0x4246  # extra fields: 64-bit sizes, and torch's "FB" that aligns data
+_ZIP64, _PADDING = 0x0001, 0x4246  # extra fields: 64-bit sizes, and torch's "FB", which aligns data
 _VERSION = b"3"
 
 
 class ArchiveError(ValueError):
-    """Bytes are not an archive that ``torch.save`` writes."""
+    """The bytes are no archive as ``torch.save`` writes it."""
 
 
 class Member(NamedTuple):
     """A file in the archive.
 
     Args:
-        name: without the folder that all members share.
-        start, stop: where its bytes lie in the archive.
+        name: the file's name, without the folder that all members share.
+        start: position of the file's first byte in the archive.
+        stop: position behind the file's last byte.
         crc: CRC-32 of the bytes; 0 if the writer left it out.
     """
 
@@ -52,7 +53,7 @@ class Archive:
         data: the archive, from its first byte to its last.
 
     Raises:
-        ArchiveError: ``torch.save`` does not write such an archive.
+        ArchiveError: the bytes are no archive as ``torch.save`` writes it.
     """
 
     def __init__(self, data: memoryview):
@@ -62,7 +63,7 @@ class Archive:
         except (struct.error, UnicodeDecodeError) as error:
             raise ArchiveError(f"it is no complete zip archive ({error})") from error
         if bytes(self["version"]).strip() != _VERSION:
-            raise ArchiveError("its format is of another version than 3, which torch has written since 1.6")
+            raise ArchiveError("its format does not have version 3, which torch has written since 1.6")
 
     def __getitem__(self, name: str) -> memoryview:
         member = self.members.get(name)
@@ -74,17 +75,17 @@ class Archive:
         return name in self.members
 
     def misfits(self) -> list[str]:
-        """Names of members whose bytes do not fit their CRC-32. Members without one are left out."""
+        """Return the names of members whose bytes do not match their CRC-32. Members without a CRC-32 are left out."""
         members = self.members.values()
         return [m.name for m in members if m.crc and zlib.crc32(self._data[m.start : m.stop]) != m.crc]
 
     def unchecked(self) -> list[str]:
-        """Names of members that have bytes and no CRC-32."""
+        """Return the names of members that have bytes and no CRC-32."""
         return [m.name for m in self.members.values() if not m.crc and zlib.crc32(self._data[m.start : m.stop])]
 
 
 class _Entry(NamedTuple):
-    """What the central directory says of a member."""
+    """A member's entry in the central directory."""
 
     name: bytes
     flags: int
@@ -105,7 +106,7 @@ def _members(data: memoryview) -> dict[str, Member]:
         end = entries[number + 1].offset if number + 1 < len(entries) else at
         _require(entry.offset == position, "bytes lie before or between its members")
         start = _data_start(data, entry)
-        _ends(data, entry, start + entry.size, end)
+        _check_end(data, entry, start + entry.size, end)
         _require(entry.name.startswith(folder), "its members lie in several folders")
         name = entry.name[len(folder) :].decode()
         _require(bool(name), "a member has no name")
@@ -115,13 +116,13 @@ def _members(data: memoryview) -> dict[str, Member]:
     return members
 
 
-def _require(fine: bool, what: str) -> None:
-    if not fine:
-        raise ArchiveError(what)
+def _require(condition: bool, problem: str) -> None:
+    if not condition:
+        raise ArchiveError(problem)
 
 
 def _directory(data: memoryview) -> tuple[int, int, int]:
-    """Where the central directory begins and ends, and how many members it lists."""
+    """Return where the central directory begins and ends, and the number of members that it lists."""
     end = len(data) - _END.size
     _require(end >= 0, "it is too short for a zip archive")
     mark, disk, first, here, count, size, at, comment = _END.unpack_from(data, end)
@@ -134,9 +135,9 @@ def _directory(data: memoryview) -> tuple[int, int, int]:
         stop = before - _END64.size
         _require(stop >= 0 and disk == 0 and disks == 1 and where == stop, "its 64-bit end lies elsewhere")
         mark, length, _, _, disk, first, here64, count64, size64, at64 = _END64.unpack_from(data, stop)
-        fine = mark == b"PK\6\6" and length == _END64.size - 12 and disk == first == 0 and here64 == count64
-        fine = fine and count in (count64, _MAX_16) and size in (size64, _MAX_32) and at in (at64, _MAX_32)
-        _require(fine, "its 64-bit end says something else than its end")
+        is_valid = mark == b"PK\6\6" and length == _END64.size - 12 and disk == first == 0 and here64 == count64
+        agrees = count in (count64, _MAX_16) and size in (size64, _MAX_32) and at in (at64, _MAX_32)
+        _require(is_valid and agrees, "its 64-bit end differs from its end")
         count, size, at = count64, size64, at64
     _require(at + size == stop, "bytes lie before or behind its directory")
     return at, stop, count
@@ -148,7 +149,7 @@ def _entries(data: memoryview, at: int, stop: int) -> Iterator[_Entry]:
             _CENTRAL.unpack_from(data, at)
         )
         _require(mark == b"PK\1\2", "its directory is damaged")
-        _require(not comment and not disk, "a member has a comment, or lies in another part")
+        _require(not comment and not disk, "a member has a comment, or lies in another part of the archive")
         _require(not method and not flags & ~(_DESCRIPTOR | _UTF8), "a member is compressed or encrypted")
         name_at = at + _CENTRAL.size
         extra_at = name_at + name_size
@@ -156,7 +157,7 @@ def _entries(data: memoryview, at: int, stop: int) -> Iterator[_Entry]:
         _require(at <= stop, "its directory is damaged")
         wide = _wide(data[extra_at:at])
         needed = [value == _MAX_32 for value in (size, packed, offset)]
-        _require(len(wide) == 8 * sum(needed), "a 64-bit field does not fit its entry")
+        _require(len(wide) == 8 * sum(needed), "a 64-bit field does not match its entry")
         values = iter(struct.unpack(f"<{len(wide) // 8}Q", wide))
         size, packed, offset = (next(values) if n else v for n, v in zip(needed, (size, packed, offset)))
         _require(packed == size, "a member is compressed")
@@ -164,7 +165,7 @@ def _entries(data: memoryview, at: int, stop: int) -> Iterator[_Entry]:
 
 
 def _wide(extra: memoryview) -> bytes:
-    """The 64-bit field of extra fields; b"" if there is none."""
+    """Return the 64-bit field in a member's extra fields; b"" if there is none."""
     wide: bytes | None = None
     while extra:
         kind, size = _EXTRA.unpack_from(extra)
@@ -177,7 +178,7 @@ def _wide(extra: memoryview) -> bytes:
 
 
 def _data_start(data: memoryview, entry: _Entry) -> int:
-    """Where a member's bytes begin, if its local header agrees with the directory."""
+    """Return where a member's bytes begin. Its local header must agree with the directory."""
     mark, _, flags, method, _, _, crc, packed, size, name_size, extra_size = _LOCAL.unpack_from(data, entry.offset)
     name_at = entry.offset + _LOCAL.size
     start = name_at + name_size + extra_size
@@ -189,22 +190,22 @@ def _data_start(data: memoryview, entry: _Entry) -> int:
     wide = _wide(data[name_at + name_size : start])
     # torch repeats the sizes (the second may be 0), the offset, or both; Python repeats the sizes.
     values = set(struct.unpack(f"<{len(wide) // 8}Q", wide)) if len(wide) % 8 == 0 else {-1}
-    told = {entry.size, entry.offset, *([0] if flags & _DESCRIPTOR else [])}
-    _require(values <= told, "a 64-bit field does not fit its member")
-    given = {0, entry.size} if flags & _DESCRIPTOR else {entry.size}
-    given |= {_MAX_32} if wide else set()
-    known = {0, entry.crc} if flags & _DESCRIPTOR else {entry.crc}
-    _require({packed, size} <= given and crc in known, "a member's header differs from the directory")
+    wide_values = {entry.size, entry.offset, *([0] if flags & _DESCRIPTOR else [])}
+    _require(values <= wide_values, "a 64-bit field does not match its member")
+    sizes = {0, entry.size} if flags & _DESCRIPTOR else {entry.size}
+    sizes |= {_MAX_32} if wide else set()
+    crcs = {0, entry.crc} if flags & _DESCRIPTOR else {entry.crc}
+    _require({packed, size} <= sizes and crc in crcs, "a member's header differs from the directory")
     return start
 
 
-def _ends(data: memoryview, entry: _Entry, stop: int, end: int) -> None:
-    """Check what lies between a member's bytes and the next member: its sizes again, or nothing."""
+def _check_end(data: memoryview, entry: _Entry, stop: int, end: int) -> None:
+    """Check the bytes between a member and the next one: the member's sizes again, or none."""
     rest = bytes(data[stop:end]) if stop <= end <= stop + 64 else b"?"
     if entry.flags & _DESCRIPTOR:
         forms = [struct.pack("<4sIQQ", b"PK\7\x08", entry.crc, entry.size, entry.size)]
         if entry.size <= _MAX_32:
             forms.append(struct.pack("<4sIII", b"PK\7\x08", entry.crc, entry.size, entry.size))
-        _require(rest in forms, "what follows a member differs from the directory")
+        _require(rest in forms, "the bytes behind a member differ from the directory")
     else:
         _require(not rest, "bytes lie between its members")

@@ -1,8 +1,9 @@
-"""numpy's dtypes, scalars and arrays, rebuilt from their description and their bytes.
+"""Dtypes, scalars and arrays of numpy, rebuilt from their description and their bytes.
 
-numpy believes what a pickle says of a dtype: flags, offsets and sizes that let an array reach into foreign memory. So
-no state goes to numpy. A dtype is made by ``np.dtype`` from a description that numpy checks itself, and an array from
-bytes that are as many as its shape and dtype need. An array of objects is filled object by object.
+numpy trusts the state that a pickle gives a dtype. Its flags, offsets and sizes can let an array reach into memory
+outside of the array. So no state is passed to numpy. ``np.dtype`` makes a dtype from a description that numpy checks
+itself. An array is made from exactly the bytes that its shape and dtype need. An array of objects is filled object by
+object.
 """
 
 from __future__ import annotations
@@ -16,31 +17,32 @@ from typing import Any
 
 import numpy as np
 
-from torch_xla_ckpt.serialization.machine import Maker, Pending, Refused
+from torch_xla_ckpt.serialization.table import CheckedFunction, Refused, UnfinishedObject
+from torch_xla_ckpt.serialization.torch_values import LIMIT
 
 _SPEC = re.compile(r"[?bBiufcgmMOSUV][0-9]{0,9}")
 _UNIT = re.compile(r"generic|Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as")
 _ALIGNED = 0x80
 _NATIVE = "<" if sys.byteorder == "little" else ">"
 _MAX_CHARACTER = 0x10FFFF
-# Elements of an array whose elements have no bytes, such as strings of length 0.
+# Most elements of an array whose elements have no bytes, such as strings of length 0.
 _MAX_EMPTY = 1 << 16
-_MAX_PARTS = 10_000
+_MAX_PARTS = 10_000  # of a structured dtype
 
 
-def _require(fine: bool) -> None:
-    if not fine:
-        raise Refused("it describes a numpy value that numpy does not pickle")
+def _require(condition: bool) -> None:
+    if not condition:
+        raise Refused("its pickle describes a value as numpy never does")
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    _require(type(value) is tuple and all(type(n) is int and 0 <= n < 1 << 62 for n in value))
+    _require(type(value) is tuple and all(type(n) is int and 0 <= n < LIMIT for n in value))
     return tuple(value)
 
 
-def _new_dtype(spec: Any, *_: Any) -> Pending:
+def _new_dtype(spec: Any, *_: Any) -> UnfinishedObject:
     _require(type(spec) is str and _SPEC.fullmatch(spec) is not None)
-    return Pending(lambda state: _dtype(spec, state))
+    return UnfinishedObject(lambda state: _dtype(spec, state))
 
 
 def _dtype(spec: str, state: Any) -> Any:
@@ -67,7 +69,7 @@ def _dtype(spec: str, state: Any) -> Any:
 
 
 def _is_small(dtype: Any) -> bool:
-    """Whether a dtype has few fields, all in all. They may overlap, and a pickle can nest 2**100 of them."""
+    """Whether a dtype has few fields at all levels. Fields may overlap, so that a pickle can nest 2**100 of them."""
     waiting, parts = [dtype], 0
     while waiting and parts <= _MAX_PARTS:
         one = waiting.pop()
@@ -97,15 +99,15 @@ def _structured(names: Any, fields: Any, size: Any, aligned: bool) -> Any:
     _require(all(type(n) is int and 0 <= n <= size - one.itemsize for n, one in zip(offsets, formats)))
     layout: Any = {"names": list(names), "formats": formats, "offsets": offsets, "itemsize": size, "aligned": aligned}
     made = np.dtype(layout)
-    if made.hasobject:  # pointers may share their bytes with nothing
+    if made.hasobject:  # the bytes of pointers must not overlap with other fields
         spans = sorted((n, n + one.itemsize) for n, one in zip(offsets, formats))
         _require(all(a[1] <= b[0] for a, b in itertools.pairwise(spans)))
     return made
 
 
-def _new_array(cls: Any, *_: Any) -> Pending:
+def _new_array(cls: Any, *_: Any) -> UnfinishedObject:
     _require(cls is np.ndarray)
-    return Pending(_array)
+    return UnfinishedObject(_array)
 
 
 def _array(state: Any) -> Any:
@@ -133,7 +135,11 @@ def _scalar(dtype: Any, raw: Any) -> Any:
 
 
 def _plausible(array: Any) -> Any:
-    """The array, if its bytes are values of its type. A boolean other than 0 and 1 becomes 1: numpy relies on it."""
+    """Return the array if its bytes are values of its dtype. Booleans become 0 or 1, because numpy relies on it.
+
+    Raises:
+        Refused: a character is no Unicode character.
+    """
     if array.dtype.names is not None:
         for name in array.dtype.names:
             _plausible(array[name])
@@ -149,9 +155,9 @@ _HELPERS: Mapping[str, Callable[..., Any]] = {"_reconstruct": _new_array, "scala
 VALUES: Mapping[str, Any] = {
     "numpy.ndarray": np.ndarray,
     "numpy.dtype": np.dtype,
-    # numpy 2 moved its helpers: a checkpoint outlives both.
+    # numpy 2 moved these functions to another module. Checkpoints of either version are read.
     **{
-        f"numpy.{core}.multiarray.{name}": Maker(name, make)
+        f"numpy.{core}.multiarray.{name}": CheckedFunction(name, make)
         for name, make in _HELPERS.items()
         for core in ("core", "_core")
     },

@@ -1,7 +1,7 @@
-"""The bytes of ``.metadata``, and reading them without running what they name.
+"""DCP's metadata as the bytes of ``.metadata``, written for stock DCP and read without running code from them.
 
-A pickle can call anything it can name. Here it can name DCP's metadata classes, torch's dtypes, and plain values; each
-is made by a function that checks its arguments (see ``serialization``).
+A pickle can call everything that it can name. This pickle can name DCP's metadata classes, torch's dtypes, and plain
+values. Each of them is made by a function that checks its arguments.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from torch.distributed.checkpoint.metadata import (
 
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CorruptCheckpointError, Damage, UnsafeObjectError
-from torch_xla_ckpt.serialization import plain
-from torch_xla_ckpt.serialization.machine import Machine, Maker, Pending, Refused, Table
+from torch_xla_ckpt.serialization import plain, torch_values
+from torch_xla_ckpt.serialization.machine import Machine
+from torch_xla_ckpt.serialization.table import CheckedFunction, Refused, Table, UnfinishedObject
 
 METADATA = ".metadata"
 
 _PROTOCOLS = (2, 3, 4, 5)  # DCP writes with Python's default, which has been 4 since Python 3.8, and 5 since 3.14
 _Encoding = _dcp.MemoryFormatEncoding
-_LAYOUTS = {str(layout): layout for layout in (torch.strided, torch.sparse_coo, torch.sparse_csr)}
 _MEMORY_FORMATS = {
     _Encoding.TORCH_CONTIGUOUS_FORMAT: torch.contiguous_format,
     _Encoding.TORCH_CHANNELS_LAST: torch.channels_last,
@@ -42,21 +42,10 @@ _MEMORY_FORMATS = {
 }
 
 
-def _size(*sizes: Any) -> torch.Size:
-    (numbers,) = sizes or ((),)
-    plain.require(type(numbers) is tuple and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers), "a size")
-    return torch.Size(numbers)
-
-
 def _text(text: Any) -> str:
-    """Make a string of a string: so integer keys are pickled."""
+    """Return a string made from a string. Integer keys are pickled as such a call."""
     plain.require(type(text) is str, "a string")
     return str(text)
-
-
-def _layout(name: Any) -> torch.layout:
-    plain.require(type(name) is str and name in _LAYOUTS, "a layout")
-    return _LAYOUTS[name]
 
 
 def _encoding(value: Any) -> Any:
@@ -65,27 +54,27 @@ def _encoding(value: Any) -> Any:
 
 
 def _member(cls: Any, name: Any) -> Any:
-    """Return a member of the one enumeration there is: Python 3.11.0 to 3.11.3 pickle it with ``getattr``."""
+    """Return a member of the enumeration of memory formats. Python 3.11.0 to 3.11.3 pickle members with ``getattr``."""
     plain.require(cls is _Encoding and type(name) is str and name in _Encoding.__members__, "a memory format")
     return getattr(_Encoding, name)
 
 
-def _fill(made: Any, state: Any) -> None:
-    """Give an instance of a dataclass its fields, as pickle does.
+def _set_fields(instance: Any, state: Any) -> None:
+    """Set the fields of a dataclass instance, as Python's pickle does.
 
-    Newer versions of torch may have further fields: they are kept, unless the class has something else of that name.
+    Unknown fields of newer torch versions are kept, unless the class has another attribute of that name.
     """
-    cls = type(made)
+    cls = type(instance)
     plain.require(
         type(state) is dict
         and all(type(name) is str and (name in cls.__dataclass_fields__ or not hasattr(cls, name)) for name in state),
         f"the state of a {cls.__name__}",
     )
-    vars(made).update(state)
+    vars(instance).update(state)
 
 
-def _index() -> Pending:
-    """Make a ``MetadataIndex``, which is hashed."""
+def _index() -> UnfinishedObject:
+    """Return an unfinished ``MetadataIndex``. It computes its hash from its fields."""
 
     def finish(state: Any) -> MetadataIndex:
         plain.require(type(state) is dict, "an index")
@@ -94,11 +83,11 @@ def _index() -> Pending:
         plain.require(index is None or type(index) is int, "an index")
         return MetadataIndex(fqn, offset, index)
 
-    return Pending(finish)
+    return UnfinishedObject(finish)
 
 
-def _properties() -> Pending:
-    """Make ``TensorProperties``; what newer versions of torch add behind the five fields of 2.9 is left out."""
+def _properties() -> UnfinishedObject:
+    """Return unfinished ``TensorProperties``. Fields that torch 2.9 lacks are left out."""
 
     def finish(state: Any) -> TensorProperties:
         plain.require(type(state) is tuple and len(state) >= 5, "properties of a tensor")
@@ -106,33 +95,32 @@ def _properties() -> Pending:
         plain.require(isinstance(memory_format, _Encoding), "properties of a tensor")
         return TensorProperties(dtype, layout, requires_grad, _MEMORY_FORMATS[memory_format], pin_memory)
 
-    return Pending(finish)
+    return UnfinishedObject(finish)
 
 
 def _table() -> Table:
-    old = "torch.distributed._shard.sharded_tensor.metadata"  # where torch up to 2.2 kept them
+    old = "torch.distributed._shard.sharded_tensor.metadata"  # the module of these classes up to torch 2.2
     classes = (
         *(Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, StorageMeta),
         *(MetadataIndex, TensorProperties, _Encoding, _dcp.StorageInfo),
     )
-    # A path of another system cannot be made here, but can be read.
+    # Paths of another operating system cannot be made here, only their pure variants.
     paths = {
         f"{module}.{prefix}{flavour}Path": getattr(pathlib, f"Pure{flavour}Path")
         for module in ("pathlib", "pathlib._local")
         for flavour in ("Posix", "Windows")
         for prefix in ("", "Pure")
     }
-    kinds = (torch.dtype, torch.layout, torch.memory_format)
+    kinds = (torch.layout, torch.memory_format)
     values: Mapping[str, Any] = {
         **plain.VALUES,
+        **torch_values.VALUES,
         **paths,
         **{f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, kinds)},
         **{f"{cls.__module__}.{cls.__qualname__}": cls for cls in classes},
         f"{old}.TensorProperties": TensorProperties,
         f"{old}.MEM_FORMAT_ENCODING": _Encoding,
-        "torch.Size": torch.Size,
-        "torch.serialization._get_layout": Maker("torch.serialization._get_layout", _layout),
-        "builtins.getattr": Maker("builtins.getattr", _member),
+        "builtins.getattr": CheckedFunction("builtins.getattr", _member),
     }
     filled: tuple[type, ...] = (
         *(Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, StorageMeta),
@@ -144,8 +132,8 @@ def _table() -> Table:
         MetadataIndex: _index,
         TensorProperties: _properties,
     }
-    states = {**plain.STATES, **dict.fromkeys(filled, _fill)}
-    calls = {**plain.CALLS, torch.Size: _size, _Encoding: _encoding, str: _text}
+    states = {**plain.STATES, **dict.fromkeys(filled, _set_fields)}
+    calls: Mapping[type, Callable[..., Any]] = {**plain.CALLS, **torch_values.CALLS, _Encoding: _encoding, str: _text}
     return Table(values, calls, news, states)
 
 
@@ -153,14 +141,14 @@ _TABLE = _table()
 
 
 def _storage(_: Any) -> Any:
-    raise Refused("it refers to something outside of itself")
+    raise Refused("its pickle refers to data outside of the file")
 
 
-_MOST = 1 << 63  # no file has more bytes
+_MOST = 1 << 63  # limit of positions in a file
 
 
 def _is_plausible(metadata: Any) -> bool:
-    """Whether the parts of metadata have the types that everything else relies on."""
+    """Whether the parts of the metadata have the types that the rest of the package relies on."""
     if not (isinstance(metadata, Metadata) and isinstance(metadata.state_dict_metadata, dict)):
         return False
     stored = metadata.storage_data
@@ -189,23 +177,23 @@ def _is_plausible(metadata: Any) -> bool:
         or (
             isinstance(stored, dict)
             and all(
-                isinstance(place, _dcp.StorageInfo)
+                isinstance(entry, _dcp.StorageInfo)
                 and isinstance(index, MetadataIndex)
-                and type(place.relative_path) is str
-                and type(place.offset) is int
-                and type(place.length) is int
-                and 0 <= place.offset < _MOST
-                and 0 <= place.length < _MOST
-                for index, place in stored.items()
+                and type(entry.relative_path) is str
+                and type(entry.offset) is int
+                and type(entry.length) is int
+                and 0 <= entry.offset < _MOST
+                and 0 <= entry.length < _MOST
+                for index, entry in stored.items()
             )
         )
     )
 
 
 def pickled_metadata(metadata: Metadata) -> bytes:
-    """Return the bytes that stock DCP reads as ``.metadata``, of torch 2.9 to 2.15.
+    """Return the bytes of a ``.metadata`` that stock DCP of torch 2.9 to 2.15 reads.
 
-    torch 2.15 added a field to ``TensorProperties`` that earlier ones refuse and later ones do not need.
+    torch 2.15 added a field to ``TensorProperties``. Earlier versions refuse this field, and later ones do not need it.
     """
     data = io.BytesIO()
     pickler = pickle.Pickler(data)
@@ -219,22 +207,26 @@ def _reduced_properties(properties: TensorProperties) -> tuple[Any, ...]:
 
 
 def read_metadata(data: bytes, name: str = METADATA) -> Metadata:
-    """DCP's metadata from the bytes of ``.metadata``, running nothing. Bytes behind the pickle are ignored.
+    """Return DCP's metadata from the bytes of ``.metadata``, without running code from them.
+
+    Args:
+        data: the bytes. Bytes behind the pickle are ignored.
+        name: the file's name, for errors. Default: ".metadata".
 
     Raises:
-        UnsafeObjectError: it names something that is no part of DCP's metadata.
-        CorruptCheckpointError: it cannot be read.
+        UnsafeObjectError: the file names something that is no part of DCP's metadata.
+        CorruptCheckpointError: the file cannot be read.
     """
     try:
         metadata = Machine(data, _TABLE, dict, _storage, _PROTOCOLS).run()
         if _is_plausible(metadata):
             return metadata
-        problem = f"what it holds, a {type(metadata).__name__}, is nothing that DCP writes"
+        problem = f"it holds a {type(metadata).__name__} that DCP does not write"
     except Refused as error:
         if error.names:
             raise UnsafeObjectError(
                 f"refused to read {METADATA}: it names {', '.join(error.names)}, which is no part of DCP's metadata "
-                "and could run code. If you trust its writer, read the checkpoint with DCP's own FileSystemReader",
+                "and could run code. If you trust the writer, read the checkpoint with DCP's own FileSystemReader",
                 key=METADATA,
                 types=error.names,
             ) from error

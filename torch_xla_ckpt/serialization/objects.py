@@ -1,7 +1,7 @@
-"""Items that are not tensors: to bytes, and safely back.
+"""Objects of a state dict: to bytes, and safely back.
 
-The bytes are ``torch.save``'s, so stock DCP reads them. Loading runs nothing that the file names: ``serialization``
-rebuilds types that only hold data. What else may be loaded is the caller's word, not the file's.
+The bytes are those of ``torch.save``, so that stock DCP reads them. Loading runs no code that the file names. Types
+that only hold data are rebuilt; the caller, not the file, decides which other types may be loaded.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any
 import torch
 
 from torch_xla_ckpt.errors import CheckpointError, UnsafeObjectError
-from torch_xla_ckpt.serialization.machine import Refused
 from torch_xla_ckpt.serialization.restricted import AllowedType as AllowedType
 from torch_xla_ckpt.serialization.restricted import load, not_harmless
+from torch_xla_ckpt.serialization.table import Refused
 
 MAX_DEPTH = 400
-"""Levels of containers in a state dict that can be saved, and in one object of it that can always be saved.
+"""Levels of containers that a state dict, and each object in it, may have and can certainly be saved.
 
-Python's pickle recurses twice for each level of lists and dicts, and Python allows 1,000 calls by default."""
+Python's pickle recurses twice for each level of lists and dicts. Python allows 1,000 nested calls by default."""
 
 
 class Item(io.BytesIO):
-    """The bytes of an object.
+    """The bytes of one object.
 
     Attributes:
-        needs: qualified names that a load admits only with ``allow_types=`` or ``trust_pickle=True``.
+        needs: qualified names of types that a load admits only with ``allow_types=`` or ``trust_pickle=True``.
     """
 
     def __init__(self, data: bytes = b"", needs: frozenset[str] = frozenset()):
@@ -40,11 +40,11 @@ class Item(io.BytesIO):
 
 
 class Encoded:
-    """An object of a state dict that is bytes already, so that the program may change it.
+    """An object of a state dict that was encoded early, so that the program may change the original.
 
     Args:
-        data: the bytes.
-        check: called when the object is planned to be saved; raises if it must not be.
+        data: the object's bytes.
+        check: called when a save plans to write the object. It raises an error if the save must not.
     """
 
     def __init__(self, data: io.BytesIO, check: Callable[[], None]):
@@ -53,21 +53,27 @@ class Encoded:
         self.check = check
 
     def open(self) -> Item:
-        """The bytes from their beginning."""
+        """Return the bytes, to be read from the beginning."""
         return Item(self._data, self._needs)
 
     def __reduce__(self) -> Any:
-        raise CheckpointError("what SPMDStager has staged can only be saved with SPMDSavePlanner: pass it as planner=")
+        raise CheckpointError(
+            "cannot pickle an object that SPMDStager has staged: only SPMDSavePlanner can save it. Pass "
+            "planner=SPMDSavePlanner()"
+        )
 
 
 def encode(key: str, value: Any, to_host: Callable[[torch.Tensor], torch.Tensor]) -> Item:
-    """The bytes of ``value``, as ``torch.save`` writes them.
+    """Return the bytes of an object, as ``torch.save`` writes them.
 
-    Tensors on XLA devices inside it are stored as host tensors, made by ``to_host``, so that the item loads where
-    there is no such device.
+    Args:
+        key: the object's key, for errors.
+        value: the object.
+        to_host: returns a host copy of a tensor. Tensors on XLA devices inside of the object are stored as host
+            tensors, so that the object can be loaded on other hosts.
 
     Raises:
-        CheckpointError: the value cannot be pickled, or contains too many levels of containers.
+        CheckpointError: the object cannot be pickled, or has too many levels of containers.
     """
 
     item = Item()
@@ -84,7 +90,7 @@ def encode(key: str, value: Any, to_host: Callable[[torch.Tensor], torch.Tensor]
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, torch.Tensor) and (obj.device.type == "xla" or torch._is_functional_tensor(obj)):
                 return to_host(obj).__reduce_ex__(2)
-            if type(obj) is collections.deque:  # as one call, because weights_only only appends to lists
+            if type(obj) is collections.deque:  # a single call, because weights_only=True appends to lists only
                 return collections.deque, (list(obj), obj.maxlen)
             return NotImplemented
 
@@ -96,17 +102,17 @@ def encode(key: str, value: Any, to_host: Callable[[torch.Tensor], torch.Tensor]
     try:
         try:
             save()
-        except RecursionError:  # of the levels that Python allows, the caller has used up some
+        except RecursionError:  # the caller has used up some of the calls that Python allows
             _in_a_thread(save)
     except RecursionError as error:
         raise CheckpointError(
-            f"cannot save {key!r}: the containers in this {type(value).__name__} are nested too deep to be pickled; "
-            f"{MAX_DEPTH} levels are always possible. Flatten it, or leave the item out"
+            f"cannot save {key!r}: the containers in this {type(value).__name__} are nested too deep to be pickled. "
+            f"{MAX_DEPTH} levels are always possible. Flatten the object, or leave it out of the state dict"
         ) from error
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"cannot save {key!r}: a {type(value).__name__} could not be pickled ({error}). "
-            "Put plain data in the state dict, or leave the item out"
+            f"cannot save {key!r}: a {type(value).__name__} could not be pickled ({error}). Put plain data into the "
+            "state dict instead, or leave the object out"
         ) from error
     item.seek(0)
     return item
@@ -118,17 +124,17 @@ def _in_a_thread(work: Callable[[], None]) -> None:
 
 
 def decode(key: str, data: io.BytesIO, allow_types: Sequence[AllowedType], trust_pickle: bool) -> Any:
-    """The value of an item.
+    """Return the object in an item.
 
     Args:
-        key: named in errors.
-        data: what ``torch.save`` wrote.
-        allow_types: types to admit besides the harmless ones.
-        trust_pickle: load whatever the file holds, running code it names.
+        key: the object's key, for errors.
+        data: the item's bytes, as ``torch.save`` wrote them.
+        allow_types: types to admit in addition to the harmless ones.
+        trust_pickle: load any object, and run the code that the file names.
 
     Raises:
-        UnsafeObjectError: it needs a type that is not admitted.
-        CheckpointError: the bytes are not what ``torch.save`` writes.
+        UnsafeObjectError: the item needs a type that is not admitted.
+        CheckpointError: the bytes are no complete archive of ``torch.save``.
     """
     try:
         if trust_pickle:
@@ -140,19 +146,20 @@ def decode(key: str, data: io.BytesIO, allow_types: Sequence[AllowedType], trust
         raise
     except Exception as error:
         raise CheckpointError(
-            f"cannot read {key!r}: its bytes are no complete torch.save archive, or its type cannot be rebuilt here "
-            f"({type(error).__name__}: {error}). Restore from another checkpoint, or leave the key out of the target"
+            f"cannot read {key!r}: its bytes are no complete torch.save archive, or its type cannot be rebuilt with "
+            f"the installed packages ({type(error).__name__}: {error}). Restore from another checkpoint, or leave the "
+            "key out of the target"
         ) from error
 
 
 def _refusal(key: str, error: Refused) -> UnsafeObjectError:
-    trust = "if you trust whoever wrote the checkpoint, pass SPMDLoadPlanner(trust_pickle=True)"
+    trust = "If you trust the writer of the checkpoint, pass SPMDLoadPlanner(trust_pickle=True)"
     if error.names:
         allow = ", ".join(name.rpartition(".")[2] for name in error.names)
         text = (
             f"it needs {', '.join(error.names)}, which could run code. If you know the type, pass "
-            f"SPMDLoadPlanner(allow_types=[{allow}]); {trust}"
+            f"SPMDLoadPlanner(allow_types=[{allow}]). {trust}"
         )
     else:
-        text = f"{error}, which harmless values never do. Restore from another checkpoint; {trust}"
+        text = f"{error}, which harmless objects never need. Restore from another checkpoint. {trust}"
     return UnsafeObjectError(f"refused to load {key!r}: {text}", key=key, types=error.names)

@@ -1,7 +1,7 @@
-"""Values of Python's standard library: each made by a function that checks what a pickle gives it.
+"""Values of Python's standard library. Each is made by a function that checks the arguments from the pickle.
 
-A constructor may take more than its type's pickles hold: ``bytearray(10**12)`` allocates, ``set(range(10**12))`` hangs,
-``datetime(b"...")`` believes its bytes. So every call has its own check.
+Constructors accept more than honest pickles contain: ``bytearray(10**12)`` allocates, ``set(range(10**12))`` hangs, and
+``datetime(b"...")`` trusts its bytes. So every call has its own check.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch_xla_ckpt.serialization.machine import Maker, Pending, Refused
+from torch_xla_ckpt.serialization.table import CheckedFunction, Refused, UnfinishedObject
 
 _PATHS = (pathlib.PurePosixPath, pathlib.PosixPath, pathlib.PureWindowsPath, pathlib.WindowsPath)
 _CLASSES = (
@@ -25,10 +25,15 @@ _CLASSES = (
 )
 
 
-def require(fine: bool, what: str) -> None:
-    """Refuse a pickle unless something holds."""
-    if not fine:
-        raise Refused(f"it does not make {what} as Python does")
+def require(condition: bool, value: str) -> None:
+    """Refuse the pickle unless a condition holds.
+
+    Args:
+        condition: the condition.
+        value: the kind of value that the pickle makes, for the error, such as "a date".
+    """
+    if not condition:
+        raise Refused(f"its pickle does not make {value} as Python does")
 
 
 def _items(value: Any) -> Any:
@@ -58,15 +63,11 @@ def _complex(real: Any, imaginary: Any) -> complex:
     return complex(real, imaginary)
 
 
-def _hashed(kind: type) -> Callable[..., Any]:
+def _container(kind: type) -> Callable[..., Any]:
     return lambda items=(): kind(_items(items))
 
 
-def _listed(kind: type) -> Callable[..., Any]:
-    return lambda items=(): kind(_items(items))
-
-
-def _paired(kind: type) -> Callable[..., Any]:
+def _mapping(kind: type) -> Callable[..., Any]:
     def make(pairs: Any = ()) -> Any:
         return kind([(key, value) for key, value in map(_items, _items(pairs))])
 
@@ -141,44 +142,48 @@ def _safe_uuid(value: Any) -> uuid.SafeUUID:
     return uuid.SafeUUID(value)
 
 
-def _new_uuid() -> Pending:
+def _new_uuid() -> UnfinishedObject:
     def finish(state: Any) -> uuid.UUID:
         require(type(state) is dict and type(state.get("int")) is int, "a UUID")
         return uuid.UUID(int=state["int"], is_safe=_safe_uuid(state.get("is_safe")))
 
-    return Pending(finish)
+    return UnfinishedObject(finish)
 
 
-def set_attributes(thing: Any, state: Any) -> None:
-    """Give an object attributes that its class does not have."""
+def set_attributes(instance: Any, state: Any) -> None:
+    """Set attributes of an instance that its class does not define.
+
+    Raises:
+        Refused: the state would replace an attribute of the class.
+    """
     if type(state) is tuple and len(state) == 2 and not state[1]:
         state = state[0]
     if state is None:
         return
-    if type(state) is not dict or not all(type(name) is str and not hasattr(type(thing), name) for name in state):
-        raise Refused(f"it sets attributes of a {type(thing).__name__} that are not its own")
-    vars(thing).update(state)
+    if type(state) is not dict or not all(type(name) is str and not hasattr(type(instance), name) for name in state):
+        raise Refused(f"its pickle replaces attributes of the class {type(instance).__name__}")
+    vars(instance).update(state)
 
 
 VALUES: Mapping[str, Any] = {
     **{f"{cls.__module__}.{cls.__qualname__}": cls for cls in _CLASSES},
-    # Python 3.13 moved the path classes to another module: a checkpoint outlives both.
+    # Python 3.13 moved the path classes to another module. Checkpoints of either version are read.
     **{f"{module}.{cls.__name__}": cls for cls in _PATHS for module in ("pathlib", "pathlib._local")},
-    "_codecs.encode": Maker("_codecs.encode", _encoded),
+    "_codecs.encode": CheckedFunction("_codecs.encode", _encoded),
 }
 CALLS: Mapping[type, Callable[..., Any]] = {
     bytes: _bytes,
     bytearray: _bytearray,
     complex: _complex,
-    set: _hashed(set),
-    frozenset: _hashed(frozenset),
-    list: _listed(list),
-    tuple: _listed(tuple),
-    dict: _paired(dict),
+    set: _container(set),
+    frozenset: _container(frozenset),
+    list: _container(list),
+    tuple: _container(tuple),
+    dict: _mapping(dict),
     range: _numbers(range, 1, 3),
     slice: _slice,
     collections.Counter: _counter,
-    collections.OrderedDict: _paired(collections.OrderedDict),
+    collections.OrderedDict: _mapping(collections.OrderedDict),
     collections.defaultdict: _defaultdict,
     collections.deque: _deque,
     datetime.date: _date,

@@ -1,15 +1,19 @@
 """Bytes and files: DCP storage that checks what it reads and replaces checkpoints atomically.
 
 This room knows nothing of meshes and devices, and works without torch_xla. Nothing in it runs code from a file.
-``docs/format.md`` specifies what lies on disk.
+``docs/format.md`` specifies the files of a checkpoint.
 """
 
-from torch_xla_ckpt.storage import commit, path_lock
+from torch_xla_ckpt.storage import path_lock
+from torch_xla_ckpt.storage.checkpoint_index import read_index, written_by
+from torch_xla_ckpt.storage.file_names import is_checkpoint_file
 from torch_xla_ckpt.storage.folders import open_folder
-from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, told_apart
-from torch_xla_ckpt.storage.manifest import Manifest, checksum
+from torch_xla_ckpt.storage.leftover_files import leftovers
+from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, path_mismatch
+from torch_xla_ckpt.storage.manifest import Manifest
 from torch_xla_ckpt.storage.opening import open_reader, open_writer, path_of, required_path
 from torch_xla_ckpt.storage.reader import ReadStats, ShardReader
+from torch_xla_ckpt.storage.stored import checksum
 from torch_xla_ckpt.storage.verify import VerifyReport, verify
 from torch_xla_ckpt.storage.writer import ShardWriter
 
@@ -23,13 +27,16 @@ __all__ = [
     "ShardWriter",
     "VerifyReport",
     "checksum",
-    "commit",
+    "is_checkpoint_file",
+    "leftovers",
     "open_folder",
     "open_reader",
     "open_writer",
     "path_lock",
+    "path_mismatch",
     "path_of",
+    "read_index",
     "required_path",
-    "told_apart",
     "verify",
+    "written_by",
 ]

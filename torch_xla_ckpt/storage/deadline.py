@@ -1,7 +1,7 @@
-"""Calls that get a time limit, whatever they wait for.
+"""Calls with a time limit.
 
-A store may never answer, and fsspec has no time limit that all of its backends keep. So a call runs in a thread of its
-own, which is left behind when the time is up. Threads of calls that ended are used again.
+A store may never answer, and no time limit of fsspec holds for all of its backends. So each call runs in a thread. When
+the time is up, the caller goes on without the thread. Threads of calls that have ended are used again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RequestTimeout(TimeoutError):
     """A call did not end within its time limit.
 
     Attributes:
-        call: ends when the call does, which goes on.
+        call: the future of the call, which is still running.
     """
 
     def __init__(self, message: str, call: Future[Any] | None = None):
@@ -35,43 +35,58 @@ class RequestTimeout(TimeoutError):
         self.call = call
 
 
-class GivenUp:
-    """Calls that were given up on and may still run, each under the name of what it works on.
+class AbandonedCalls:
+    """Calls that exceeded their time limit and may still be running, by folder.
 
     A store may carry out such a request at any time, and undo what was done there since.
     """
 
     def __init__(self) -> None:
         self._renew()
-        forks.renew_in_child(self, GivenUp._renew)  # whose calls none of these are
+        forks.renew_in_child(self, AbandonedCalls._renew)  # the calls run in the parent only
 
     def _renew(self) -> None:
         self._lock = threading.Lock()
         self._calls: dict[str, list[tuple[str, Future[Any]]]] = {}
 
-    def add(self, where: str, what: str, call: Future[Any]) -> None:
-        with self._lock:
-            self._calls.setdefault(where, []).append((what, call))
+    def add(self, folder: str, name: str, call: Future[Any]) -> None:
+        """Add a call.
 
-    def wait(self, where: str, seconds: float) -> list[str]:
-        """Wait until none of a place runs any more; returns what those do that still run after some seconds."""
+        Args:
+            folder: the identity of the folder that the call works on.
+            name: a description of the call, for people.
+            call: the future of the call.
+        """
         with self._lock:
-            calls = tuple(self._calls.get(where, ()))
+            self._calls.setdefault(folder, []).append((name, call))
+
+    def wait(self, folder: str, seconds: float) -> list[str]:
+        """Wait until no call on a folder runs any more, and return the names of calls that still run.
+
+        Args:
+            folder: the identity of the folder.
+            seconds: the longest time to wait.
+        """
+        with self._lock:
+            calls = tuple(self._calls.get(folder, ()))
         if not calls:
             return []
         running = wait([call for _, call in calls], seconds).not_done
         with self._lock:
-            left = [(what, call) for what, call in self._calls.pop(where, ()) if not call.done()]
+            left = [(name, call) for name, call in self._calls.pop(folder, ()) if not call.done()]
             if left:
-                self._calls[where] = left
-        return [what for what, call in calls if call in running]
+                self._calls[folder] = left
+        return [name for name, call in calls if call in running]
 
 
 def call_within(seconds: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a function and wait for its result.
 
     Args:
-        seconds: how long to wait. The call itself goes on after that, and nobody learns of its result.
+        seconds: the time limit. A call that takes longer goes on, and its result is lost.
+        function: the function.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
 
     Raises:
         RequestTimeout: the call takes longer.
@@ -102,7 +117,7 @@ def _work(jobs: queue.SimpleQueue[_Job]) -> None:
         else:
             _make_idle(jobs)
             result.set_result(value)
-        del result, call  # a thread that waits must not hold the last call's data
+        del result, call  # a waiting thread must not keep the data of its last call alive
         value = None
 
 
@@ -113,7 +128,7 @@ def _make_idle(jobs: queue.SimpleQueue[_Job]) -> None:
 
 @forks.in_child
 def _forget_threads() -> None:
-    """A forked child has none of its parent's threads."""
+    """Forget the parent's threads, which do not exist in a forked child."""
     global _lock
     _lock = threading.Lock()
     _idle.clear()

@@ -1,6 +1,6 @@
-"""A lock on a local folder that all programs keep which save there.
+"""A lock on a local folder, held by the one program that commits a save there.
 
-The kernel holds the lock and drops it when its holder ends, so that no lock is ever left behind.
+The kernel drops the lock when its process ends, so no lock is ever left behind.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ except ImportError:  # Windows, where checkpoints are only read
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = "commit.lock"
-"""The file to lock where the folder itself cannot be locked."""
+"""The file that is locked where the folder itself cannot be locked."""
 
 _TIMEOUT = 60.0  # seconds; the lock is held for one rename
-_PAUSE = 0.01
-# What file systems answer that cannot lock a folder.
+_PAUSE = 0.01  # seconds between two attempts
+# Errors of file systems that cannot lock a folder.
 _UNSUPPORTED = frozenset((errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EISDIR))
 _warned = threading.Event()
 
@@ -35,7 +35,7 @@ _warned = threading.Event()
 def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder.
 
-    A file system without locks is told in one warning, and then nothing is locked.
+    On a file system without locks, log one warning and lock nothing.
 
     Raises:
         TimeoutError: another program holds the lock for a minute.
@@ -48,13 +48,13 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         if descriptor is not None:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # frees what a child that was forked meanwhile has of it, too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also unlocks copies of the descriptor in forked children
             os.close(descriptor)
 
 
 def _acquire(folder: Path) -> int | None:
-    """Return the descriptor that holds the lock; None where nothing can be locked."""
-    # Some network file systems lock only files that are open for writing.
+    """Return the descriptor that holds the lock; None on a file system without locks."""
+    # Some network file systems only lock files that are open for writing.
     for path, flags in ((folder, os.O_RDONLY), (folder / LOCK_NAME, os.O_RDWR | os.O_CREAT)):
         descriptor = os.open(path, flags | getattr(os, "O_CLOEXEC", 0), 0o666)
         try:

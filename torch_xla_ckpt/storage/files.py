@@ -1,13 +1,12 @@
-"""A checkpoint's folder: on a local disk, or wherever fsspec reaches.
+"""LocalFolder: a folder of the operating system.
 
-Everything this package does to files goes through a ``Folder``, so this module is the whole list of what can happen
-to them.
+Every operation on a local file goes through ``LocalFolder`` or its ``_LocalSink``. So this module shows everything that
+this package can do to local files.
 """
 
 from __future__ import annotations
 
 import errno
-import logging
 import mmap
 import os
 import stat
@@ -17,45 +16,20 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from torch_xla_ckpt.errors import UnsafeObjectError
-from torch_xla_ckpt.protocols import Bytes, Entry, Version, Window
+from torch_xla_ckpt.protocols import Bytes, Entry, Folder, Sink, Version, Window
 from torch_xla_ckpt.runtime import forks
+from torch_xla_ckpt.storage.file_errors import FileChanged, NotAFile, impossible_name
+from torch_xla_ckpt.storage.file_names import require_inside
 from torch_xla_ckpt.storage.filelock import locked
 
-logger = logging.getLogger(__name__)
 
-TRANSIT = (
-    "an answer of %s was wrong (%s). The same request, made a second time, got what was written, so the checkpoint is "
-    "not damaged. If this happens again, check the network and the store"
-)
-"""The warning about bytes that a remote store garbled once; for the URL and what was wrong."""
+class LocalFolder(Folder):
+    """A folder of the operating system, read through memory maps.
 
-NOT_A_FILE = "there is a folder, a pipe, a socket or a device in the place of the file"
-
-
-class NotAFile(OSError):
-    """Something that is neither a file nor a folder has the name of a file: a pipe, a socket or a device."""
-
-
-class FileChanged(Exception):
-    """A file is no longer the version that was to be replaced."""
-
-
-def check_inside(name: str) -> None:
-    """Refuse the name of a file that does not lie in the checkpoint's folder.
-
-    Names come out of files that somebody else may have written.
-
-    Raises:
-        UnsafeObjectError: it leads elsewhere.
+    Args:
+        path: the absolute path of the folder.
+        sync: fsync files and folders, so that they survive a power failure.
     """
-    parts = name.replace("\\", "/").split("/")
-    if not name or "\0" in name or ":" in parts[0] or any(part in ("", ".", "..") for part in parts):
-        raise UnsafeObjectError(f"refused to open {name!r}: the checkpoint names a file outside of its folder")
-
-
-class LocalFolder:
-    """A folder of the operating system; reads are memory maps."""
 
     remote = False
 
@@ -89,29 +63,29 @@ class LocalFolder:
             return []
 
     def listing(self) -> dict[str, Entry]:
-        found = {}
+        entries = {}
         for name in self.names():
-            with _passing_over_dead_links():
+            with _skip_dead_links():
                 status = os.stat(self._path / name)
-                found[name] = Entry(status.st_size, status.st_mtime)
-        return found
+                entries[name] = Entry(status.st_size, status.st_mtime)
+        return entries
 
     def folders(self) -> list[str]:
-        found = []
+        names = []
         with suppress(FileNotFoundError), os.scandir(self._path) as entries:
             for entry in entries:
-                with _passing_over_dead_links():
+                with _skip_dead_links():
                     if entry.is_dir():
-                        found.append(entry.name)
-        return found
+                        names.append(entry.name)
+        return names
 
     def size(self, name: str) -> int:
-        check_inside(name)
-        with _impossible_is_missing(name):
+        require_inside(name)
+        with _missing_if_impossible(name):
             return os.stat(self._path / name).st_size
 
     def missing(self, files: Mapping[str, int], listed: Collection[str] | None = None) -> list[str]:
-        # Not by listing: network file systems list late what other hosts have written.
+        # Each file is asked for by its name, because network file systems list files of other hosts late.
         return [name for name, size in files.items() if not self._has(name, size)]
 
     def _has(self, name: str, size: int) -> bool:
@@ -137,7 +111,7 @@ class LocalFolder:
         file = os.open(self._path / name, os.O_WRONLY | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
         try:
             os.write(file, data)
-            os.ftruncate(file, len(data))  # afterwards, so that a file that is written again is never empty
+            os.ftruncate(file, len(data))  # after the write, so that a file that is written again is never empty
         finally:
             os.close(file)
 
@@ -148,7 +122,7 @@ class LocalFolder:
         temporary: str,
         *,
         expected: Version | None = None,
-        look: Callable[[], None] | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
         sink = self.create(temporary)
         try:
@@ -157,8 +131,8 @@ class LocalFolder:
             with nullcontext() if expected is None else locked(self._path):
                 if expected is not None and not self.version(name).is_same(expected):
                     raise FileChanged(name)
-                if look is not None:
-                    look()
+                if check is not None:
+                    check()
                 os.replace(self._path / temporary, self._path / name)
         except BaseException:
             sink.abandon()
@@ -169,7 +143,7 @@ class LocalFolder:
         with open(self._path / name, "a+b") as file:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":  # the line before was cut off
+                if file.read(1) != b"\n":  # the previous line was cut off
                     line = b"\n" + line
             file.write(line + b"\n")
 
@@ -181,7 +155,7 @@ class LocalFolder:
             with suppress(FileNotFoundError):
                 os.unlink(self._path / name)
 
-    def abort_uploads(self, of: Callable[[str], bool]) -> None:
+    def abort_uploads(self, matches: Callable[[str], bool]) -> None:
         pass
 
     def view(self, windows: Sequence[Window]) -> list[memoryview]:
@@ -201,20 +175,20 @@ class LocalFolder:
     def _map(self, name: str) -> mmap.mmap | None:
         with self._lock:
             if name not in self._maps:
-                check_inside(name)
+                require_inside(name)
                 with self._opened(name) as file:
                     empty = not os.fstat(file.fileno()).st_size
-                    # Copy-on-write: tensors over the map may be written to, which never reaches the file.
+                    # Copy-on-write: a program may write to tensors over the map, and the file must not change.
                     self._maps[name] = None if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             return self._maps[name]
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[BinaryIO]:
-        """Open a file for reading. What is no file is refused, and never waited for."""
+        """Open a file for reading. Pipes, sockets and devices are refused, without waiting for them."""
         path = self._path / name
-        with _impossible_is_missing(name), open(path, "rb", opener=_open_at_once) as file:  # which refuses folders
+        with _missing_if_impossible(name), open(path, "rb", opener=_open_without_waiting) as file:  # refuses folders
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise NotAFile(errno.EINVAL, "this is a pipe, a socket or a device, and not a file", str(path))
+                raise NotAFile(errno.EINVAL, "this is a pipe, a socket or a device, not a file", str(path))
             yield file
 
     def _sync_folder(self, path: Path) -> None:
@@ -226,13 +200,13 @@ class LocalFolder:
                 os.close(descriptor)
 
 
-def _open_at_once(path: str, flags: int) -> int:
+def _open_without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 @contextmanager
-def _passing_over_dead_links() -> Iterator[None]:
-    """Pass over an entry of a folder that leads nowhere: a link to nothing, to itself, or to where nobody may go."""
+def _skip_dead_links() -> Iterator[None]:
+    """Ignore an entry of a folder that is a dead link: to nothing, to itself, or to a folder without access."""
     try:
         yield
     except OSError as error:
@@ -241,21 +215,28 @@ def _passing_over_dead_links() -> Iterator[None]:
 
 
 @contextmanager
-def _impossible_is_missing(name: str) -> Iterator[None]:
-    """Say that a file is missing if its name is one that the file system cannot have, or leads to a link to itself."""
+def _missing_if_impossible(name: str) -> Iterator[None]:
+    """Raise ``FileNotFoundError`` for a name that the file system cannot have, and for a link to itself."""
     try:
         yield
     except UnicodeEncodeError as error:
-        raise FileNotFoundError(errno.ENOENT, "no file can have this name", name) from error
+        raise impossible_name(name) from error
     except OSError as error:
         if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
-            raise FileNotFoundError(errno.ENOENT, "no file can have this name", name) from error
+            raise impossible_name(name) from error
         if error.errno == errno.ENXIO:  # a socket, or a device that is not there
-            raise NotAFile(error.errno, "this is a socket or a device, and not a file", name) from error
+            raise NotAFile(error.errno, "this is a socket or a device, not a file", name) from error
         raise
 
 
-class _LocalSink:
+class _LocalSink(Sink):
+    """A local file being written.
+
+    Args:
+        path: the file, which must not exist.
+        sync: fsync the file when it is closed.
+    """
+
     def __init__(self, path: Path, sync: bool):
         self._path = path
         self._sync = sync
@@ -283,9 +264,9 @@ class _LocalSink:
     def abandon(self) -> None:
         with suppress(OSError):
             self._close()
-        if not self._owner.is_here:  # a forked child unwinds its parent's save, which goes on
+        if not self._owner.is_here:  # in a forked child: the save goes on in the parent
             return
-        with suppress(OSError):  # it is named after a save that is never committed; the next one removes it
+        with suppress(OSError):  # if the file stays, the next save removes it
             os.unlink(self._path)
 
     def _close(self) -> None:

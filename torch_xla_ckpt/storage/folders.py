@@ -12,8 +12,8 @@ def open_folder(location: Location, *, sync: bool = True) -> Folder:
     """Return the folder at a location.
 
     Args:
-        location: where it lies.
-        sync: whether what is written must survive a power failure (local files; object stores always do).
+        location: the location of the folder.
+        sync: fsync local files, so that they survive a power failure. Object stores always do. Default True.
     """
     if location.is_local:
         return LocalFolder(location.path, sync)

@@ -1,8 +1,9 @@
-"""The bytes of one item, as stock DCP reads them.
+"""Frames: what ``torch.save`` writes around a tensor's bytes.
 
-An item is what ``torch.save`` makes: a zip archive that holds a small pickle and, uncompressed, the tensor's bytes. For
-one dtype and shape everything but these bytes is always the same, so it is made once and written around them. The
-archive's CRC-32 of the tensor's bytes stays zero: torch does not check it, and our checksums are in the manifest.
+Stock DCP reads each item with ``torch.load``. So an item is a zip archive with a small pickle and, uncompressed, the
+tensor's bytes. For one dtype and shape everything but these bytes is the same: the frame. It is made once and written
+around the bytes of every such tensor. The archive's CRC-32 of the tensor's bytes stays zero, because torch does not
+check it and our checksums are in the manifest.
 """
 
 from __future__ import annotations
@@ -18,23 +19,31 @@ from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.protocols import Bytes
 
 ALIGNMENT = 64
-"""Items start at multiples of this in their file; torch keeps the tensor's bytes aligned to it within an item."""
+"""Items start at multiples of this many bytes in their file; torch aligns the tensor's bytes to it within an item."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What surrounds a tensor's bytes."""
+    """What surrounds a tensor's bytes in an item.
+
+    Args:
+        head: the bytes before the tensor's.
+        tail: the bytes after the tensor's.
+    """
 
     head: bytes
     tail: bytes
 
 
 def item_of(tensor: torch.Tensor) -> tuple[tuple[Bytes, ...], int | None]:
-    """The item of a tensor, in pieces, and where in it the tensor's bytes begin as they are in memory.
+    """Return the item of a tensor.
 
-    They share the tensor's memory. A tensor that is more than its bytes, dtype and shape has no such place.
+    Returns:
+        The item's bytes, as parts to be written one after the other. They share the tensor's memory where they can.
+        And the position in the item where the tensor's elements begin, as they are in memory; None for a tensor that is
+        more than its elements, dtype and shape (quantized, or of a subclass).
 
     Raises:
         CheckpointError: the tensor is sparse.
@@ -55,15 +64,15 @@ def item_of(tensor: torch.Tensor) -> tuple[tuple[Bytes, ...], int | None]:
 
 @lru_cache(maxsize=4096)
 def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
-    """The frame of every tensor of this dtype and shape."""
-    sink = _Sink()
+    """Return the frame of tensors of a dtype and shape."""
+    file = _SparseFile()
     with torch.serialization.skip_data():
-        torch.save(torch.empty(shape, dtype=dtype), cast(IO[bytes], sink))
-    return Frame(*sink.around_the_gap())
+        torch.save(torch.empty(shape, dtype=dtype), cast(IO[bytes], file))
+    return Frame(*file.around_the_gap())
 
 
-class _Sink:
-    """A seekable file that keeps what is written, and where nothing is.
+class _SparseFile:
+    """A file in memory that keeps only what is written.
 
     ``skip_data`` seeks over the tensor's bytes, which may be more than fit into memory.
     """
@@ -88,7 +97,7 @@ class _Sink:
         pass
 
     def around_the_gap(self) -> tuple[bytes, bytes]:
-        """What was written before and after the one place that was skipped; all of it is before when none was."""
+        """Return what was written before and after the skipped bytes. If none were skipped, nothing is after them."""
         sides: tuple[list[bytes], list[bytes]] = ([], [])
         end, side = 0, 0
         for position, data in self._written:

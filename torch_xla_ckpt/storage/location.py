@@ -1,7 +1,7 @@
-"""Location: where a checkpoint or a run lies, parsed once and absolute from then on.
+"""Location: the folder that a path or URL names, parsed once and absolute from then on.
 
-A path that is given as text means one thing everywhere: it is parsed here, when it is given, and everything after works
-with the ``Location``. A later ``os.chdir`` changes nothing, and no name in it is ever taken for a pattern or a chain.
+A path is parsed here, when the user passes it, and all further code uses the ``Location``. So a path has one meaning
+everywhere, and a later ``os.chdir`` changes nothing. No part of a path is ever taken for a pattern.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 PathLike = str | os.PathLike[str]
 REQUEST_TIMEOUT = 600.0
-"""Seconds that a store may take for one request, by default; see ``Location.request_timeout``."""
+"""The default time limit of a request to a store, in seconds; see ``Location.request_timeout``."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
 _COLLAPSED = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*):/(?!/)")
@@ -32,15 +32,14 @@ OBJECT_STORES = frozenset(("abfs", "abfss", "adl", "az", "gcs", "gs", "hf", "oci
 
 @dataclass(frozen=True)
 class Location:
-    """A folder, on a local disk or wherever fsspec reaches.
-
-    Make one with ``Location.of``.
+    """A folder on a local disk, or in a store that fsspec reaches. Made by ``Location.of``.
 
     Args:
-        url: the text that leads back to the folder: an absolute path, or a URL.
-        path: the folder's path within its filesystem.
-        filesystem: fsspec's filesystem; None for the local one.
-        request_timeout: seconds that a remote store may take for one request, plus one for every MiB in it.
+        url: an absolute path, or a URL.
+        path: the folder's path in its filesystem.
+        filesystem: fsspec's filesystem; None for the local filesystem.
+        request_timeout: the time limit of a request to a remote store, in seconds. Each MiB that the request moves adds
+            another second.
     """
 
     url: str
@@ -59,17 +58,18 @@ class Location:
         """Parse a path.
 
         Text that begins with a protocol that fsspec knows (``s3://``, ``memory://``, ...) is a URL, and the rest of it
-        is taken literally. All other text is a local path, whatever is in it. A local path is made absolute against
-        the current folder, with ``~`` expanded.
+        is taken literally. All other text is a local path. ``~`` in a local path is expanded, and a relative path is
+        joined to the current folder.
 
         Args:
-            path: a local path or an fsspec URL. A ``Location`` is returned as it is.
-            storage_options: for fsspec's filesystem.
-            request_timeout: see the class.
+            path: a local path or an fsspec URL. A ``Location`` is returned unchanged.
+            storage_options: options for fsspec's filesystem.
+            request_timeout: the time limit of a request in seconds; see the class. Default 600.
 
         Raises:
             ValueError: the path is empty, has a null character, or names no bucket.
-            ImportError: fsspec knows the protocol, and its backend is not installed.
+            ImportError: the backend of the protocol is not installed.
+            TypeError: the path is bytes.
         """
         if isinstance(path, Location):
             return path
@@ -90,10 +90,12 @@ class Location:
 
     @property
     def is_local(self) -> bool:
+        """Whether the folder is on a disk of the operating system, and not behind fsspec."""
         return self.filesystem is None
 
     @property
     def is_object_store(self) -> bool:
+        """Whether the folder is in an object store, which has no folders and whose puts are atomic."""
         return self.filesystem is not None and not OBJECT_STORES.isdisjoint(_protocols(self.filesystem))
 
     @property
@@ -103,38 +105,39 @@ class Location:
 
     @property
     def identity(self) -> str:
-        """One text for all locations that are the same folder. Local links are followed, as they lead now."""
+        """A text that is the same for all locations of one folder. Local links are followed."""
         if self.filesystem is None:
             return os.path.realpath(self.path)
         return f"{_protocols(self.filesystem)[0]}://{self.path}"
 
     def child(self, name: str) -> Location:
-        """The folder ``name`` in this one."""
-        return replace(self, url=_joined(self.url, name), path=_joined(self.path, name))
+        """Return the location of the folder ``name`` in this folder."""
+        return replace(self, url=_join(self.url, name), path=_join(self.path, name))
 
     def __str__(self) -> str:
         return self.url
 
 
-def told_apart(does: str, to: str, paths: Sequence[str], first: int = 0) -> str:
-    """Say which rank uses which path; "" if all ranks use the same.
+def path_mismatch(verb: str, preposition: str, paths: Sequence[str], first: int = 0) -> str:
+    """Return a sentence that names the path of each rank; "" if all ranks use the same path.
 
     Args:
-        does, to: what a rank does, and the preposition of the path: "saves" and "to", "loads" and "from".
+        verb: what each rank does: "saves", for example.
+        preposition: the word between verb and path: "to", for example.
         paths: the path of each rank.
-        first: the rank of the first path.
+        first: the rank of the first path. Default 0.
     """
-    others = [f"rank {n} {to} {path}" for n, path in enumerate(paths, first) if path != paths[0]]
+    others = [f"rank {n} {preposition} {path}" for n, path in enumerate(paths, first) if path != paths[0]]
     if not others:
         return ""
     more = f", and {len(others) - 5} more" if len(others) > 5 else ""
     return (
-        f"rank {first} {does} {to} {paths[0]}, {', '.join(others[:5])}{more}. If these are not the same folder, pass "
-        "the same path on all ranks"
+        f"rank {first} {verb} {preposition} {paths[0]}, {', '.join(others[:5])}{more}. If these are not the same "
+        "folder, pass the same path on all ranks"
     )
 
 
-def _joined(parent: str, name: str) -> str:
+def _join(parent: str, name: str) -> str:
     return parent + name if parent.endswith("/") else f"{parent}/{name}"
 
 
@@ -144,12 +147,12 @@ def _protocols(filesystem: fsspec.AbstractFileSystem) -> tuple[str, ...]:
 
 
 def _known_protocols() -> frozenset[str]:
-    """fsspec's own protocols, and those that the program has registered."""
+    """Return fsspec's own protocols, and protocols that the program has registered."""
     return frozenset((*fsspec.available_protocols(), *registry))
 
 
 def _protocol(text: str) -> str | None:
-    """The protocol that a URL begins with; None for a local path."""
+    """Return the protocol of a URL; None for a local path."""
     known = _known_protocols()
     if _is_chain(text):
         return text.partition("::")[0].partition("://")[0]
@@ -159,12 +162,12 @@ def _protocol(text: str) -> str | None:
     odd = match or _COLLAPSED.match(text)
     if odd is not None and (match is not None or odd[1] in known) and odd[1] not in _LOCAL:
         why = f"fsspec knows no protocol {odd[1]!r}" if match is not None else "a URL has '//' after its protocol"
-        logger.warning("%r is taken for a folder on the local disk, because %s", text, why)
+        logger.warning("%r is used as a folder on the local disk, because %s", text, why)
     return None
 
 
 def _is_chain(text: str) -> bool:
-    """Whether text is a chain of URLs as fsspec has them, such as ``simplecache::s3://bucket/run``."""
+    """Return whether text is a chain of URLs, as fsspec defines them: ``simplecache::s3://bucket/run``, for example."""
     known = _known_protocols()
     first, *rest = text.split("::")
     if not rest:
@@ -181,7 +184,7 @@ def _local(text: str) -> Location:
         raise ValueError("the path is empty. Give the folder of the checkpoint")
     if not os.path.isabs(path):
         path = os.path.join(os.getcwd(), path)
-    # A link before ".." leads elsewhere than the text says.
+    # Where ".." follows a link, only the file system knows the parent folder.
     path = os.path.realpath(path) if ".." in path.split(os.sep) else os.path.normpath(path)
     return Location(path, path)
 
@@ -197,7 +200,7 @@ def _remote(text: str, protocol: str, options: dict[str, Any]) -> Location:
     if root and not path.startswith(root):
         path = root + path
     head, separator, rest = text.partition("://")
-    found = Location(head + separator + rest.rstrip("/"), path.rstrip("/"), filesystem)
-    if found.is_object_store and not found.path:
+    location = Location(head + separator + rest.rstrip("/"), path.rstrip("/"), filesystem)
+    if location.is_object_store and not location.path:
         raise ValueError(f"{text!r} names no bucket. Write {protocol}://bucket/folder")
-    return found
+    return location

@@ -1,6 +1,7 @@
-"""The manifest: what a checkpoint holds, where each item lies, and the checksums of every byte.
+"""The manifest: a JSON file with a checkpoint's keys, the place of each item, and the checksums of every byte.
 
-It says all that ``.metadata`` says, as JSON, and what DCP has no place for. ``docs/format.md`` specifies it.
+The manifest repeats everything in ``.metadata`` and adds the facts for which DCP has no field. ``docs/format.md``
+specifies it.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import xxhash
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -26,71 +26,21 @@ from torch.distributed.checkpoint.metadata import (
 
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CheckpointError
-from torch_xla_ckpt.protocols import Bytes
-from torch_xla_ckpt.storage.frame import ALIGNMENT
+from torch_xla_ckpt.storage.stored import BLOCK, CHECKSUM_BYTES, Stored, checksum, padded
 
-BLOCK = 4 << 20
-"""Bytes that share a checksum, counted from the start of each item."""
-TINY = 4 << 10
-"""Items this small, in bytes, one thread handles on local disks: several would only fight over Python's lock."""
-
-_MAX_DEPTH = 400  # levels of ``user_metadata``, as of a state dict: a JSON reader gives up somewhere below 1000
+_MAX_DEPTH = 400  # levels of ``user_metadata``, as many as of a state dict; JSON readers fail somewhere below 1000
 _FORMAT = "torch_xla_ckpt manifest"
 _VERSION = 1
 _SEAL = re.compile(rb'\n"xxh3_64": "([0-9a-f]{16})"}')
-_CHECKSUM_BYTES = 8
-_PICKLED = "pickled"  # a planner's data that is no paths lies only in ``.metadata``
-
-
-class Stored(NamedTuple):
-    """Where one item lies. The first three names are DCP's.
-
-    Args:
-        relative_path: the data file's name.
-        offset: the item's first byte in it.
-        length: the item's bytes, as stock DCP reads them.
-        data: where the tensor's bytes begin in the item; None for what is not a plain tensor.
-        checksums: XXH3-64 of each block, 8 bytes each, big-endian; None where the checkpoint has none.
-        sharding: that of the tensor on the device, for people.
-        transform_descriptors: DCP's extensions that the item was written through (never by this package).
-    """
-
-    relative_path: str
-    offset: int
-    length: int
-    data: int | None = None
-    checksums: bytes | None = None
-    sharding: str | None = None
-    transform_descriptors: Sequence[str] | None = None
-
-    @property
-    def extent(self) -> int:
-        """The item's bytes with the zeros after it, up to the next item's place. Checksums cover all of them."""
-        return padded(self.length)
-
-    def block(self, number: int) -> tuple[int, int, bytes]:
-        """A block's first byte in the file, the byte after its last, and its checksum."""
-        assert self.checksums is not None
-        start = number * BLOCK
-        checksum = self.checksums[number * _CHECKSUM_BYTES : (number + 1) * _CHECKSUM_BYTES]
-        return self.offset + start, self.offset + min(start + BLOCK, self.extent), checksum
-
-    @property
-    def blocks(self) -> int:
-        return math.ceil(self.extent / BLOCK)
-
-
-def foreign(place: Any) -> Stored:
-    """Where stock DCP says that an item lies."""
-    extensions = getattr(place, "transform_descriptors", None)
-    return Stored(place.relative_path, place.offset, place.length, transform_descriptors=extensions)
+_PICKLED = "pickled"  # stands for planner data that only ``.metadata`` can hold
 
 
 def check_user_metadata(value: Any) -> None:
-    """Show that a manifest can hold what the caller wants to have in it, and that it can be read again.
+    """Check that a manifest can hold the caller's ``user_metadata``, and that it can be read again.
 
     Raises:
-        TypeError, ValueError: it is no JSON, or has too many levels.
+        TypeError: the value contains something that JSON lacks.
+        ValueError: the value contains NaN or an infinity, or is nested too deep.
     """
     level, depth = [value], 0
     try:
@@ -102,7 +52,8 @@ def check_user_metadata(value: Any) -> None:
         depth = _MAX_DEPTH + 1
     if depth > _MAX_DEPTH:
         raise ValueError(
-            f"user_metadata is nested more than {_MAX_DEPTH} levels deep, and could not be read again. Flatten it"
+            f"user_metadata is nested more than {_MAX_DEPTH} levels deep, and could not be read again. Flatten the "
+            "value"
         )
 
 
@@ -110,30 +61,20 @@ def _parts(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
 
 
-def padded(length: int) -> int:
-    """``length`` rounded up to where the next item may start."""
-    return -(-length // ALIGNMENT) * ALIGNMENT
-
-
-def checksum(data: Bytes) -> bytes:
-    """XXH3-64 in its canonical, big-endian form."""
-    return xxhash.xxh3_64_digest(data)
-
-
 @dataclass(frozen=True)
 class Manifest:
     """A committed checkpoint.
 
     Args:
-        save_id: names the files of this save.
-        time: when it was committed, ISO 8601 in UTC.
-        step: the training step, if the caller gave one.
-        user_metadata: the caller's, any JSON.
-        software: versions that wrote it, by name.
-        metadata: DCP's, whose ``storage_data`` maps every item to its ``Stored``.
-        files: size of each data file.
-        planner_data_is_pickled: the planner's data is no JSON, and lies only in ``.metadata``.
-        writer: the process that committed it, for people; "" where that was not recorded.
+        save_id: the id in the names of this save's files.
+        time: time of the commit, ISO 8601 in UTC.
+        step: the training step; None if the caller gave none.
+        user_metadata: any JSON value of the caller.
+        software: versions of Python, torch and so on that wrote the checkpoint, by name.
+        metadata: DCP's metadata. Its ``storage_data`` maps every item to its ``Stored``.
+        files: size in bytes of each data file, by name.
+        planner_data_is_pickled: whether only ``.metadata`` holds the planner's data, because it is no JSON.
+        writer: the process that committed the checkpoint, for people to read; "" if unknown.
     """
 
     save_id: str
@@ -148,10 +89,11 @@ class Manifest:
 
     @property
     def stored(self) -> Mapping[MetadataIndex, Stored]:
+        """The place of every item."""
         return self.metadata.storage_data  # type: ignore[no-any-return]
 
     def to_bytes(self) -> bytes:
-        """The file: one JSON object, sealed by the checksum of all that comes before its last line."""
+        """Return the bytes of the file: one JSON object whose last line holds the checksum of everything before."""
         names = list(self.files)
         numbers = {name: number for number, name in enumerate(names)}
         items = {(index.fqn, index.offset): _item(item, numbers) for index, item in self.stored.items()}
@@ -168,7 +110,7 @@ class Manifest:
             "writer": self.writer,
             "block": BLOCK,
             "files": [[name, self.files[name]] for name in names],
-            "paths": {key: _path(path) for key, path in paths.items()} if _are_paths(paths) else _unfit(paths),
+            "paths": {key: _path(path) for key, path in paths.items()} if _are_paths(paths) else _without_paths(paths),
             "tensors": {
                 key: {
                     "dtype": str(saved.properties.dtype).removeprefix("torch."),
@@ -191,26 +133,26 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
-        """Read a manifest.
+        """Return the manifest in a file's bytes.
 
         Raises:
-            ValueError: it is damaged.
-            CheckpointError: it is of a newer version.
+            ValueError: the file is damaged.
+            CheckpointError: the manifest has a newer version.
         """
         body, newline, seal = data.rpartition(b"\n")
         match = _SEAL.fullmatch(newline + seal)
         if match is None or checksum(body).hex().encode() != match[1]:
-            raise ValueError("its bytes do not fit the checksum in its last line")
+            raise ValueError("its bytes do not match the checksum in its last line")
         try:
             top = json.loads(body[:-1] + b"}")
             version, block = top["version"], top["block"]
             if top["format"] == _FORMAT and (version, block) == (_VERSION, BLOCK):
                 return cls._from_json(top)
         except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
-            raise ValueError(f"its checksum fits, but it is no manifest ({error})") from error
+            raise ValueError(f"its checksum matches, but it is no manifest ({error})") from error
         raise CheckpointError(
-            f"the manifest is of version {version} with blocks of {block} bytes, and this "
-            f"torch_xla_ckpt reads version {_VERSION} with blocks of {BLOCK}. Install a newer one"
+            f"the manifest has version {version} and blocks of {block} bytes, and this torch_xla_ckpt reads version "
+            f"{_VERSION} with blocks of {BLOCK} bytes. Install a newer torch_xla_ckpt"
         )
 
     @classmethod
@@ -253,7 +195,7 @@ def _check_owners(items: Iterable[Stored], files: Mapping[str, int]) -> None:
 
 
 def _are_paths(planner_data: Any) -> bool:
-    """Whether a planner's data is what DCP's planners record: the path of each key in the state dict."""
+    """Whether a planner's data maps each key to its path in the state dict, as the data of DCP's planners does."""
     if not isinstance(planner_data, Mapping):
         return False
     paths = planner_data.values()
@@ -262,22 +204,26 @@ def _are_paths(planner_data: Any) -> bool:
 
 
 def _path(path: Sequence[str | int]) -> Sequence[str | int | list[int]]:
-    """A path in JSON: an integer key of a mapping is a list of that integer."""
+    """Return a path for JSON. An integer key of a mapping becomes a list of one integer."""
     return [[int(element)] if type(element) is _dcp.IntegerKey else element for element in path]
 
 
-def _unfit(planner_data: Any) -> str | None:
-    """What the manifest says of a planner's data that it cannot hold."""
+def _without_paths(planner_data: Any) -> str | None:
+    """Return what stands in the manifest for planner data that is no paths."""
     return None if planner_data is None else _PICKLED
 
 
 def _item(item: Stored, numbers: Mapping[str, int]) -> list[Any]:
+    """Return an item for JSON. ``numbers`` are the positions of the data files in the list of files."""
     assert item.checksums is not None
     return [numbers[item.relative_path], item.offset, item.length, item.data, item.checksums.hex()]
 
 
 def _metadata(top: Mapping[str, Any]) -> Metadata:
-    """DCP's metadata from the manifest. Equal sizes and properties are one object, for the garbage collector's sake."""
+    """Return DCP's metadata from a manifest's JSON.
+
+    Equal sizes and properties share one object, so that the garbage collector has fewer objects to walk.
+    """
     sizes: dict[tuple[int, ...], torch.Size] = {}
     names = [name for name, size in top["files"] if type(name) is str and type(size) is int]
     entries: dict[str, Any] = {}
@@ -288,7 +234,7 @@ def _metadata(top: Mapping[str, Any]) -> Metadata:
         known = sizes.get(key)
         if known is None:
             if not all(type(number) is int and 0 <= number < 1 << 63 for number in key):
-                raise ValueError("a shape that is none")
+                raise ValueError("a shape with impossible sizes")
             known = sizes[key] = torch.Size(key)
         return known
 
@@ -298,42 +244,53 @@ def _metadata(top: Mapping[str, Any]) -> Metadata:
         for offsets, lengths, *item in tensor["chunks"]:
             chunk = ChunkStorageMetadata(size(offsets), size(lengths))
             if not len(offsets) == len(lengths) == len(tensor["shape"]):
-                raise ValueError("a chunk of another number of dimensions than its tensor")
+                raise ValueError("a chunk with another number of dimensions than its tensor")
             chunks.append(chunk)
-            place = stored[MetadataIndex(key, chunk.offsets)] = _stored(item, names, tensor["sharding"])
+            chunk_item = stored[MetadataIndex(key, chunk.offsets)] = _stored(item, names, tensor["sharding"])
             nbytes = math.prod(lengths) * properties.dtype.itemsize
-            if place.data is not None and place.data + nbytes > place.length:
+            if chunk_item.data is not None and chunk_item.data + nbytes > chunk_item.length:
                 raise ValueError("a chunk that is larger than its item")
         entries[key] = TensorStorageMetadata(properties, size(tensor["shape"]), chunks)
     for key, item in top["objects"].items():
         entries[key] = BytesStorageMetadata()
-        place = stored[MetadataIndex(key)] = _stored(item, names, None)
-        if place.data is not None:
-            raise ValueError("an object with a tensor's bytes")
+        object_item = stored[MetadataIndex(key)] = _stored(item, names, None)
+        if object_item.data is not None:
+            raise ValueError("an object with the bytes of a tensor")
     paths = top["paths"]
     planner_data = {key: tuple(map(_element, path)) for key, path in paths.items()} if isinstance(paths, dict) else None
     return Metadata(state_dict_metadata=entries, planner_data=planner_data, storage_data=stored)
 
 
 def _element(element: Any) -> str | int:
+    """Return one element of a path from JSON."""
     if type(element) is list:
         (number,) = element
         return _dcp.IntegerKey(operator.index(number))
     if type(element) not in (str, int):
-        raise ValueError("a path of something else than names and numbers")
+        raise ValueError("a path with an element that is neither a name nor a number")
     return element
 
 
 def _stored(item: Sequence[Any], names: Sequence[str], sharding: str | None) -> Stored:
+    """Return an item from JSON.
+
+    Args:
+        item: the item's list.
+        names: names of the data files.
+        sharding: the sharding of the item's tensor.
+
+    Raises:
+        ValueError: the list does not name bytes of a file.
+    """
     number, offset, length, data, checksums = item
     if not (
         type(number) is type(offset) is type(length) is int
         and (data is None or (type(data) is int and 0 <= data <= length))
         and min(number, offset, length) >= 0
         and type(names[number]) is str
-        and len(checksums) == 2 * _CHECKSUM_BYTES * max(1, math.ceil(padded(length) / BLOCK))
+        and len(checksums) == 2 * CHECKSUM_BYTES * max(1, math.ceil(padded(length) / BLOCK))
     ):
-        raise ValueError("an item lies nowhere")
+        raise ValueError("an item without a place in a file")
     return Stored(names[number], offset, length, data, bytes.fromhex(checksums), sharding)
 
 
@@ -341,6 +298,6 @@ def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(
-            f"the checkpoint has tensors of dtype {name}, which torch {torch.__version__} lacks. Use a newer torch"
+            f"the checkpoint has tensors of dtype {name}, which torch {torch.__version__} lacks. Install a newer torch"
         )
     return dtype

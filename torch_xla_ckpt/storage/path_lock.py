@@ -1,7 +1,7 @@
-"""Who writes where: saves to one place take path_lock.
+"""Order the saves of this program that write to the same path.
 
-This is the one thing that all saves of a program share. A save that is called while another one runs in the background
-knows the path they have in common, and nothing else of it.
+Saves to one path run one after the other: a save waits for the async saves to its path that began earlier. The list of
+async saves under way is the only thing that all saves of a program share.
 """
 
 from __future__ import annotations
@@ -15,33 +15,38 @@ from torch_xla_ckpt.storage.location import Location
 logger = logging.getLogger(__name__)
 
 _changed = threading.Condition()
-_turns: list[Turn] = []  # of the saves in the background that have not ended, in the order in which they began
+_turns: list[Turn] = []  # of the async saves under way, in the order in which they began
 
 
 @forks.in_child
 def _forget() -> None:
-    """The parent's saves end in the parent; nobody in a forked child would ever see their end."""
+    """Forget the parent's saves, which end in the parent: a forked child would wait for them forever."""
     global _changed
     _changed = threading.Condition()
     _turns.clear()
 
 
 class Turn:
-    """The place of a save in the background among all others."""
+    """The turn of one async save among all async saves.
+
+    Attributes:
+        where: the identity of the location that the save writes to (``Location.identity``); None while it is unknown.
+    """
 
     def __init__(self) -> None:
-        self.where: str | None = None  # the identity of a location
+        self.where: str | None = None
         self._thread: int | None = None
         with _changed:
             _turns.append(self)
 
     def take(self) -> None:
-        """In the thread that writes: wait until those that began earlier and write to the same place have ended."""
+        """Wait until all earlier async saves to the same path have ended. Call this in the thread that writes."""
         self._thread = threading.get_ident()
         if self.where is not None:
             _wait(self.where, self)
 
     def end(self) -> None:
+        """End the turn, whether the save was committed or failed."""
         with _changed:
             if self in _turns:
                 _turns.remove(self)
@@ -49,9 +54,12 @@ class Turn:
 
 
 def wait_for(location: Location) -> None:
-    """Wait until no async save writes to a location; within an async save, until none that began earlier does."""
-    here = threading.get_ident()
-    own = next((turn for turn in tuple(_turns) if turn._thread == here), None)
+    """Wait until no async save writes to a location.
+
+    Within an async save, only wait for the async saves that began earlier.
+    """
+    thread = threading.get_ident()
+    own = next((turn for turn in tuple(_turns) if turn._thread == thread), None)
     _wait(location.identity, own)
 
 
@@ -62,6 +70,6 @@ def _wait(where: str, own: Turn | None) -> None:
 
     with _changed:
         if busy():
-            logger.info("a save to %s waits for the one that is written there in the background", where)
+            logger.info("a save to %s waits for an async save to the same path", where)
         while busy():
             _changed.wait()

@@ -1,4 +1,4 @@
-"""A progress bar for those who asked for one."""
+"""The optional progress bar."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from typing import Any
 
 from torch_xla_ckpt.errors import CheckpointError
 
-_DELAY = 2.0  # seconds; what is done before that shows no bar
+_DELAY = 2.0  # seconds until the bar appears
 
 
 class Progress:
-    """Shows bytes done of ``total()`` on a terminal, after a delay; does nothing when not ``shown``.
+    """A progress bar in bytes, which appears on a terminal after a delay.
+
+    Args:
+        operation: the word before the bar, such as "loading".
+        total: returns the bytes of the whole operation. Called only if the bar may be shown.
+        shown: show the bar. Otherwise all methods do nothing.
 
     Raises:
-        CheckpointError: it is to be shown, and tqdm is not installed.
+        CheckpointError: ``shown`` is True and tqdm is not installed.
     """
 
-    def __init__(self, what: str, total: Callable[[], int], shown: bool):
+    def __init__(self, operation: str, total: Callable[[], int], shown: bool):
         self._bar: Any = None
         if shown:
             try:
@@ -27,12 +32,18 @@ class Progress:
                 raise CheckpointError(
                     "progress=True needs tqdm. Install it with: pip install 'torch_xla_ckpt[progress]'"
                 ) from error
-            # disable=None: only where someone is looking, that is on a terminal.
             self._bar = tqdm(
-                desc=what, total=total(), unit="B", unit_scale=True, unit_divisor=1024, delay=_DELAY, disable=None
+                desc=operation,
+                total=total(),
+                unit="B",
+                unit_scale=True,
+                unit_divisor=1024,
+                delay=_DELAY,
+                disable=None,  # shows the bar on terminals only
             )
 
     def advance(self, nbytes: int) -> None:
+        """Count ``nbytes`` more bytes as done."""
         if self._bar is not None:
             self._bar.update(nbytes)
 

@@ -1,4 +1,4 @@
-"""Which bytes of a file a region of a chunk lies in. Pure arithmetic."""
+"""Byte ranges of a file that hold a region of a saved chunk: arithmetic only."""
 
 from __future__ import annotations
 
@@ -10,27 +10,31 @@ import numpy as np
 from torch_xla_ckpt.layout import Integers
 
 MAX_GAP = 64 << 10
-"""Ranges closer than this, in bytes, are read as one: asking twice costs more than reading what lies between."""
+"""Gap in bytes up to which two ranges are read as one. Two requests cost more than the bytes of the gap."""
 
 Range = tuple[int, int]
 
 
 def ranges_of(shape: Sequence[int], itemsize: int, offsets: Sequence[int], sizes: Sequence[int]) -> Integers:
-    """The byte ranges of a region in a contiguous array, as an (n, 2) array of starts and stops, ascending.
+    """Return the byte ranges of a region in a contiguous array.
 
-    Rows that lie closer than ``MAX_GAP`` share a range.
+    Rows with a gap of at most ``MAX_GAP`` bytes share a range.
 
     Args:
-        shape: of the array.
-        itemsize: bytes of an element.
-        offsets, sizes: the region, which must have elements.
+        shape: shape of the array.
+        itemsize: bytes of one element.
+        offsets: first index of the region in each dimension.
+        sizes: extent of the region in each dimension. The region must not be empty.
+
+    Returns:
+        An (n, 2) array of starts and stops, ascending.
     """
     if tuple(sizes) == tuple(shape):
         return np.array([[0, math.prod(sizes) * itemsize]])
     starts = np.zeros(1, dtype=np.int64)
     length = stride = itemsize
     for extent, offset, size in zip(reversed(shape), reversed(offsets), reversed(sizes)):
-        # ``length`` bytes are wanted of every ``stride``, ``size`` times.
+        # The region needs the first ``length`` bytes out of every ``stride`` bytes, ``size`` times.
         if size == 1 or stride - length <= MAX_GAP:
             starts = starts + offset * stride
             length += (size - 1) * stride
@@ -42,7 +46,7 @@ def ranges_of(shape: Sequence[int], itemsize: int, offsets: Sequence[int], sizes
 
 
 def merged(ranges: Iterable[Range], gap: int = 0) -> list[Range]:
-    """Ranges that cover the same bytes, ascending and more than ``gap`` bytes apart."""
+    """Return ranges that cover the same bytes, ascending, with gaps of more than ``gap`` bytes."""
     result: list[Range] = []
     for start, stop in sorted(ranges):
         if result and start - result[-1][1] <= gap:
@@ -53,7 +57,7 @@ def merged(ranges: Iterable[Range], gap: int = 0) -> list[Range]:
 
 
 def blocks_of(ranges: Iterable[Range], block: int) -> list[int]:
-    """Numbers of the blocks of ``block`` bytes that the ranges touch, ascending."""
+    """Return the numbers of the blocks that the ranges touch, ascending. A block has ``block`` bytes."""
     ranges = list(ranges)
     if len(ranges) == 1:
         ((start, stop),) = ranges

@@ -1,51 +1,47 @@
-"""Reading all of a checkpoint to find what is damaged."""
+"""verify: read a whole checkpoint and report all damage."""
 
 from __future__ import annotations
 
-import logging
-import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, Damage, ReplacedCheckpointError
-from torch_xla_ckpt.layout import Box, covers_exactly, find_flaws
-from torch_xla_ckpt.protocols import Folder, Window
-from torch_xla_ckpt.serialization import METADATA, Archive, ArchiveError
-from torch_xla_ckpt.storage.commit import Committed, committed, version_of
-from torch_xla_ckpt.storage.files import NOT_A_FILE, TRANSIT, NotAFile
+from torch_xla_ckpt.protocols import Folder
+from torch_xla_ckpt.serialization import METADATA
+from torch_xla_ckpt.storage.absent import no_checkpoint
+from torch_xla_ckpt.storage.checkpoint_index import CheckpointIndex, read_index, version_of
 from torch_xla_ckpt.storage.folders import open_folder
-from torch_xla_ckpt.storage.location import Location
-from torch_xla_ckpt.storage.manifest import Stored, checksum, foreign
+from torch_xla_ckpt.storage.limits import default_threads
+from torch_xla_ckpt.storage.location import Location, PathLike
 from torch_xla_ckpt.storage.progress import Progress
-from torch_xla_ckpt.storage.ranges import MAX_GAP
+from torch_xla_ckpt.storage.stored import Stored
+from torch_xla_ckpt.storage.verify_files import cannot_verify, check_file
 
-logger = logging.getLogger(__name__)
-
-_READ_BYTES = 32 << 20
-_RESTARTS = 10  # for a checkpoint that is replaced meanwhile
+_RESTARTS = 10  # of a verification during which a save replaces the checkpoint
 _RANKS_OWN = re.compile(r"__(\d+)" + re.escape(METADATA))
+_SHOWN = 5  # unchecked keys that a report prints
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What ``verify`` found.
+    """The result of ``verify``. ``bool(report)`` is ``report.ok``: False if damage was found.
 
     Args:
-        path: of the checkpoint.
-        damages: each run of damaged bytes, with the keys that need them.
-        incomplete: tensors whose chunks do not cover them exactly once, and where they do not.
-        files: data files read.
-        bytes_read: from them.
+        path: the checkpoint's folder.
+        damages: each run of damaged bytes: file, byte range, the keys that need these bytes, and the problem.
+        incomplete: tensors whose chunks do not cover them exactly once, and the regions where they do not.
+        files: number of data files read.
+        bytes_read: bytes read from data files.
         checked_by: "xxh3_64", or "crc32" for a checkpoint without a manifest.
-        unchecked: keys of items that have bytes without any checksum. Damage of these bytes cannot be found.
-        bytes_unchecked: bytes of these items.
+        unchecked: keys of items with bytes that have no checksum. Damage of these bytes cannot be found.
+        bytes_unchecked: number of bytes without a checksum.
     """
 
     path: str
@@ -59,12 +55,15 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether no damage was found. What is ``unchecked`` may be damaged all the same."""
+        """Whether no damage was found and no tensor is incomplete. Items in ``unchecked`` may be damaged unnoticed."""
         return not self.damages and not self.incomplete
+
+    def __bool__(self) -> bool:
+        return self.ok
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys that cannot be trusted."""
+        """Keys that are damaged or incomplete."""
         damaged = (key for damage in self.damages for key in damage.keys)
         return tuple(dict.fromkeys([*damaged, *self.incomplete]))
 
@@ -78,28 +77,33 @@ class VerifyReport:
     def _not_checked(self) -> list[str]:
         if not self.unchecked:
             return []
-        shown = ", ".join(map(repr, self.unchecked[:5]))
-        more = f" and {len(self.unchecked) - 5} more" if len(self.unchecked) > 5 else ""
+        shown = ", ".join(map(repr, self.unchecked[:_SHOWN]))
+        more = f" and {len(self.unchecked) - _SHOWN} more" if len(self.unchecked) > _SHOWN else ""
         return [f"NOT CHECKED, because they have no checksum: {self.bytes_unchecked:,} bytes of {shown}{more}"]
 
 
 def verify(
-    path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None, progress: bool = False
+    path: PathLike | Location, *, storage_options: Mapping[str, Any] | None = None, progress: bool = False
 ) -> VerifyReport:
-    """Read a whole checkpoint and name every damaged key, file and byte range.
+    """Read a whole checkpoint and report every damaged key, file and byte range.
 
-    Checkpoints of ``ShardWriter`` are held against their manifest: every byte of every file counts. Those of stock DCP
-    have no checksums beside the CRC-32 in their archives, which nothing else reads; that is checked for them.
-    Tensors in a checkpoint of ours without its manifest have none: the report names them as ``unchecked``. It takes no
-    process group and no device.
+    A checkpoint of ``ShardWriter`` is compared with its manifest: every byte of every file counts. A checkpoint of
+    stock DCP has no checksums but the CRC-32 in its archives; this CRC-32 is checked. Tensors in a checkpoint of
+    ``ShardWriter`` whose manifest is lost have no checksums; the report lists them as ``unchecked``. No process group
+    and no device is needed.
 
     Args:
-        path: a local folder or any fsspec URL.
-        storage_options: for fsspec's filesystem.
-        progress: show a progress bar on a terminal when it takes long. Needs tqdm.
+        path: the checkpoint's folder: a local path or any fsspec URL.
+        storage_options: options of the fsspec filesystem behind a URL, such as ``{"anon": True}`` or
+            ``{"endpoint_url": ...}``. Local paths ignore them. Default: none.
+        progress: show a progress bar on a terminal if verifying takes long. Needs tqdm. Default: False.
+
+    Returns:
+        The report. It is true if no damage was found, so that ``if not verify(path): ...`` handles damage.
 
     Raises:
-        CheckpointError: there is no checkpoint, or the storage does not give access to all of it.
+        CheckpointError: the folder holds no checkpoint, or the storage does not give access to all of it. If it is the
+            folder of a run, the run's steps are named.
         UnsafeObjectError: ``.metadata`` names something that could run code.
     """
     folder = open_folder(Location.of(path, storage_options))
@@ -107,45 +111,46 @@ def verify(
         try:
             report = _report(folder, progress)
         except FileNotFoundError:
-            continue  # it was removed or replaced since its metadata was first seen
+            continue  # a save removed or replaced the checkpoint after the first look at its metadata
         except CheckpointError:
             raise
         except Exception as error:
-            raise _not_read(folder, f"{METADATA} or the manifest", error) from error
+            raise cannot_verify(folder, f"{METADATA} or the manifest", error) from error
         if report is not None:
             return report
     raise ReplacedCheckpointError(
-        f"the checkpoint in {folder.url} was replaced {_RESTARTS} times while it was verified. Verify it while nothing "
-        "is saved there"
+        f"the checkpoint in {folder.url} was replaced {_RESTARTS} times while it was verified. Verify it while no "
+        "program saves there"
     )
 
 
 def _report(folder: Folder, progress: bool) -> VerifyReport | None:
-    """What is damaged; None if the checkpoint was replaced meanwhile."""
+    """Verify the checkpoint that is there now; None if a save replaced it meanwhile."""
     ranks = _ranks(folder)
     before = [version_of(folder, rank) for rank in ranks]
     report = _joined(folder, [_verify(folder, rank, progress) for rank in ranks])
     folder.release()
-    # Only a checkpoint that is still there is damaged: a newer save removes the files of the one before it.
+    # Only a checkpoint that is still there is damaged: a newer save removes the files of the previous one.
     return report if report.ok or before == [version_of(folder, rank) for rank in ranks] else None
 
 
 def _ranks(folder: Folder) -> list[int | None]:
-    """The ranks whose metadata there is; None stands for all of them together.
+    """Return the ranks that have a checkpoint of their own; [None] if there is one checkpoint of all ranks.
 
     Raises:
-        CheckpointError: there is no checkpoint.
+        CheckpointError: the folder holds no checkpoint.
     """
     if version_of(folder) is not None:
         return [None]
-    # Ranks that save without collectives have a checkpoint each in the one folder.
+    # Ranks that save without collectives have one checkpoint each in the same folder.
     own = sorted(int(match[1]) for name in folder.names() if (match := _RANKS_OWN.fullmatch(name)))
     if not own:
-        raise CheckpointError(f"there is no checkpoint in {folder.url}: it has no {METADATA}")
+        raise no_checkpoint(folder)
     return [*own]
 
 
 def _joined(folder: Folder, reports: Sequence[VerifyReport]) -> VerifyReport:
+    """Join the reports of the ranks' own checkpoints."""
     return VerifyReport(
         folder.url,
         damages=tuple(damage for report in reports for damage in report.damages),
@@ -159,45 +164,58 @@ def _joined(folder: Folder, reports: Sequence[VerifyReport]) -> VerifyReport:
 
 
 def _verify(folder: Folder, rank: int | None, progress: bool) -> VerifyReport:
+    """Verify the checkpoint of all ranks, or the one of a rank that saved by itself."""
     damages: list[Damage] = []
     try:
-        found = _committed(folder, rank, damages)
+        found = _read_index(folder, rank, damages)
     except CorruptCheckpointError as error:
         return VerifyReport(folder.url, error.damages, {}, 0, 0, "xxh3_64")
     by_file: dict[str, list[tuple[str, Stored]]] = defaultdict(list)
-    for index, place in (found.metadata.storage_data or {}).items():
-        item = place if isinstance(place, Stored) else foreign(place)
+    for index, entry in (found.metadata.storage_data or {}).items():
+        item = Stored.of(entry)
         by_file[item.relative_path].append((index.fqn, item))
     sizes = found.manifest.files if found.manifest is not None else {}
-    read = 0
-    unchecked: dict[str, int] = {}
+    bytes_read = 0
+    unchecked: dict[str, int] = defaultdict(int)
     with (
         Progress("verifying", lambda: _total(by_file), progress) as bar,
-        ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,
+        ThreadPoolExecutor(default_threads(remote=False)) as pool,
     ):
         checks = [
-            pool.submit(_check_file, folder, name, items, sizes.get(name), bar)
+            pool.submit(check_file, folder, name, items, sizes.get(name), bar)
             for name, items in sorted(by_file.items())
         ]
         for check in checks:
-            one = check.result()
-            damages += one.damages
-            read += one.bytes_read
-            for key, nbytes in one.unchecked:
-                unchecked[key] = unchecked.get(key, 0) + nbytes
-    checked_by = "xxh3_64" if found.manifest is not None else "crc32"
-    incomplete = _incomplete(found.metadata)
-    without = tuple(unchecked), sum(unchecked.values())
-    return VerifyReport(folder.url, tuple(damages), incomplete, len(by_file), read, checked_by, *without)
+            checked = check.result()
+            damages += checked.damages
+            bytes_read += checked.bytes_read
+            for key, nbytes in checked.unchecked:
+                unchecked[key] += nbytes
+    return VerifyReport(
+        folder.url,
+        damages=tuple(damages),
+        incomplete=_incomplete(found.metadata),
+        files=len(by_file),
+        bytes_read=bytes_read,
+        checked_by="xxh3_64" if found.manifest is not None else "crc32",
+        unchecked=tuple(unchecked),
+        bytes_unchecked=sum(unchecked.values()),
+    )
 
 
-def _committed(folder: Folder, rank: int | None, damages: list[Damage]) -> Committed:
-    """What the folder holds. If only one of ``.metadata`` and the manifest is damaged, the other one says what."""
+def _read_index(folder: Folder, rank: int | None, damages: list[Damage]) -> CheckpointIndex:
+    """Return the checkpoint's index. If either ``.metadata`` or the manifest is damaged, read the other one.
+
+    Args:
+        folder: the checkpoint's folder.
+        rank: the rank that saved by itself; None for the checkpoint of all ranks.
+        damages: the list to which such damage is added.
+    """
     try:
-        return committed(folder, rank)
+        return read_index(folder, rank)
     except CorruptCheckpointError as error:
         try:
-            found = committed(folder, rank, verify=False)
+            found = read_index(folder, rank, verify=False)
         except CheckpointError:
             raise error from None
         every_key = tuple(found.metadata.state_dict_metadata)
@@ -206,153 +224,16 @@ def _committed(folder: Folder, rank: int | None, damages: list[Damage]) -> Commi
 
 
 def _total(by_file: Mapping[str, Sequence[tuple[str, Stored]]]) -> int:
-    every = (item for items in by_file.values() for _, item in items)
-    return sum(item.length if item.checksums is None else item.extent for item in every)
-
-
-class _Span(NamedTuple):
-    """Bytes that are checked together: a block against its checksum, or a whole item of stock DCP."""
-
-    start: int
-    stop: int
-    key: str
-    item: Stored
-    checksum: bytes | None
-
-    def check(self, data: memoryview) -> tuple[str | None, int]:
-        """What is wrong with the bytes, and how many of them nothing checks."""
-        if len(data) < self.stop - self.start:
-            return "the file ends before", 0
-        if self.checksum is None:
-            return _check_archive(self.item, data)
-        return None if checksum(data) == self.checksum else "the bytes do not fit their checksum", 0
-
-
-class _Checked(NamedTuple):
-    """What was found in one data file; ``unchecked`` has keys and numbers of bytes."""
-
-    damages: list[Damage]
-    bytes_read: int
-    unchecked: list[tuple[str, int]]
-
-
-def _check_file(
-    folder: Folder, name: str, items: Sequence[tuple[str, Stored]], size: int | None, bar: Progress
-) -> _Checked:
-    keys = tuple(dict.fromkeys(key for key, _ in items))
-    end = max(item.offset + (item.length if size is None else item.extent) for _, item in items)
-    found = _Checked([], 0, [])
-    try:
-        actual = folder.size(name)
-        if size is not None and actual > size:
-            found.damages.append(Damage(name, size, actual, (), "the file has bytes that nobody wrote"))
-        elif size is not None and actual < size:
-            found.damages.append(Damage(name, actual, size, (), f"the file has {actual:,} bytes instead of {size:,}"))
-        return _check_spans(folder, name, items, actual, found, bar)
-    except FileNotFoundError:
-        return _Checked([Damage(name, 0, end, keys, "the file is missing")], 0, [])
-    except (NotAFile, IsADirectoryError, NotADirectoryError):
-        return _Checked([Damage(name, 0, end, keys, NOT_A_FILE)], 0, [])
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise _not_read(folder, name, error) from error
-
-
-def _not_read(folder: Folder, what: str, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"cannot verify {folder.url}: reading {what} failed ({type(error).__name__}: {error}). This says nothing about "
-        "the checkpoint. Check the access rights, the network and the store, and try again"
-    )
-
-
-def _check_spans(
-    folder: Folder, name: str, items: Sequence[tuple[str, Stored]], actual: int, found: _Checked, bar: Progress
-) -> _Checked:
-    read = 0
-    spans = sorted((span for key, item in items for span in _spans(key, item)), key=lambda span: span.start)
-    for window, group in _windows(name, spans, actual):
-        # An object store answers with an error when all that is asked for lies behind the object's end.
-        (view,) = folder.view([window]) if window.start < actual else [memoryview(b"")]
-        checked = _checked(name, window, group, view)
-        if checked.damages and folder.remote and window.start < actual:
-            (view,) = folder.view([window])
-            first, checked = checked.damages[0], _checked(name, window, group, view)
-            if not checked.damages:
-                logger.warning(TRANSIT, folder.url, first)
-        found.damages.extend(checked.damages)
-        found.unchecked.extend(checked.unchecked)
-        read += len(view)
-        bar.advance(sum(span.stop - span.start for span in group))
-        del view
-        folder.forget(name, window.start, window.stop)
-    return found._replace(bytes_read=read)
-
-
-def _checked(name: str, window: Window, spans: Sequence[_Span], view: memoryview) -> _Checked:
-    """Check the spans in a window of a file."""
-    found = _Checked([], len(view), [])
-    for span in spans:
-        problem, unchecked = span.check(view[span.start - window.start : span.stop - window.start])
-        if problem is not None:
-            found.damages.append(Damage(name, span.start, span.stop, (span.key,), problem))
-        if unchecked:
-            found.unchecked.append((span.key, unchecked))
-    return found
-
-
-def _spans(key: str, item: Stored) -> Iterator[_Span]:
-    if item.checksums is not None:
-        for number in range(item.blocks):
-            start, stop, expected = item.block(number)
-            yield _Span(start, stop, key, item, expected)
-    else:
-        yield _Span(item.offset, item.offset + item.length, key, item, None)
-
-
-def _windows(name: str, spans: Sequence[_Span], size: int) -> Iterator[tuple[Window, list[_Span]]]:
-    """Neighbouring spans, some at a time, with what the file has of them."""
-    group: list[_Span] = []
-    for span in spans:
-        if group and (span.start - group[-1].stop > MAX_GAP or span.stop - group[0].start > _READ_BYTES):
-            yield _window(name, group, size), group
-            group = []
-        group.append(span)
-    if group:
-        yield _window(name, group, size), group
-
-
-def _window(name: str, group: Sequence[_Span], size: int) -> Window:
-    start = group[0].start
-    stop = max(start, min(size, max(span.stop for span in group)))
-    return Window(name, start, stop, ((start, stop),))
-
-
-def _check_archive(item: Stored, view: memoryview) -> tuple[str | None, int]:
-    """What is wrong with an item by the CRC-32 of its records, and how many bytes have none.
-
-    The archive is parsed as it is for loading, so that what is checked is what would be loaded.
-    """
-    if item.transform_descriptors:
-        return None, len(view)  # compressed or encrypted by an extension of DCP: there is no archive to look into
-    try:
-        archive = Archive(view)
-    except ArchiveError as error:
-        return f"no complete archive ({error})", 0
-    if misfits := archive.misfits():
-        return f"the record {misfits[0]} does not fit its CRC-32", 0
-    return None, sum(len(archive[name]) for name in archive.unchecked())
+    """Return the number of bytes to check."""
+    every_item = (item for items in by_file.values() for _, item in items)
+    return sum(item.length if item.checksums is None else item.extent for item in every_item)
 
 
 def _incomplete(metadata: Metadata) -> dict[str, str]:
-    """Tensors that the saved chunks do not cover exactly once."""
-    found: dict[str, str] = {}
-    lost = _dcp.lost(metadata, metadata.state_dict_metadata)
+    """Return the tensors that the stored chunks do not cover exactly once, and the problem of each."""
+    unstored = _dcp.unstored(metadata, metadata.state_dict_metadata)
+    found = {key: "; ".join(items[:3]) for key, items in unstored.items()}
     for key, saved in metadata.state_dict_metadata.items():
-        if key in lost:
-            found[key] = "; ".join(f"{part or 'the object'} is listed, but stored in no file" for part in lost[key][:3])
-        elif isinstance(saved, TensorStorageMetadata) and not _dcp.is_one_chunk(saved):
-            whole, chunks = Box.whole(saved.size), _dcp.boxes_of(saved)
-            if not covers_exactly(whole, chunks):
-                found[key] = "; ".join(map(str, find_flaws(whole, chunks)[:3]))
+        if key not in found and isinstance(saved, TensorStorageMetadata) and (flaws := _dcp.cover_flaws(saved)):
+            found[key] = "; ".join(map(str, flaws))
     return found

@@ -1,0 +1,88 @@
+"""Elements of a saved chunk in a buffer of file bytes, copied bit by bit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.planner import ReadItem
+
+from torch_xla_ckpt.storage.read_plan import ItemRead
+
+# A type of the same size for each element size. numpy lacks many of torch's types.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class ChunkBytes:
+    """A saved chunk in C order in a buffer. Bytes that no request needs may be absent.
+
+    Args:
+        item: the chunk's item.
+        view: the buffer.
+        offset: position of the chunk's first byte in the buffer; negative if its first bytes are absent.
+    """
+
+    def __init__(self, item: ItemRead, view: memoryview, offset: int):
+        assert item.saved is not None
+        self.dtype = item.saved.properties.dtype
+        self.shape = item.shape
+        self._view = view
+        self._offset = offset
+        strides = [self.dtype.itemsize]
+        for extent in reversed(item.shape[1:]):
+            strides.append(strides[-1] * extent)
+        self._strides = strides[::-1][: len(item.shape)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole chunk."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def copy_region(self, request: ReadItem, target: torch.Tensor) -> None:
+        """Copy the requested region into a tensor of the region's shape, casting if the dtypes differ."""
+        region = self._region(request)
+        if _is_plain(target) and target.dtype == self.dtype:
+            # numpy, because torch would start its own threads for every copy, beside the reading threads.
+            np.copyto(_as_bits(target), region, casting="no")
+        elif target.numel():
+            target.copy_(torch.from_numpy(region.copy()).view(self.dtype).reshape(target.shape))
+
+    def tensor(self) -> torch.Tensor | None:
+        """Return the whole chunk in the buffer's own memory; None if the memory is not aligned for the dtype."""
+        flat = np.ndarray((math.prod(self.shape),), _bits_of(self.dtype), self._view, self._offset)
+        if not (flat.flags.aligned and flat.flags.writeable):
+            return None
+        return torch.from_numpy(flat).view(self.dtype).view(self.shape)
+
+    def _region(self, request: ReadItem) -> Any:
+        """Return the requested region as a numpy array of bits."""
+        offset = self._offset + sum(n * stride for n, stride in zip(request.storage_offsets, self._strides))
+        return np.ndarray(tuple(request.lengths), _bits_of(self.dtype), self._view, offset, self._strides)
+
+
+def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a host tensor into a tensor of the same shape, casting if the dtypes differ."""
+    if _is_plain(target) and _is_plain(source) and target.dtype == source.dtype:
+        np.copyto(_as_bits(target), _as_bits(source), casting="no")
+    else:
+        target.copy_(source)
+
+
+def _bits_of(dtype: torch.dtype) -> Any:
+    """Return a numpy type of the same size as ``dtype``."""
+    return np.dtype(np.complex128) if dtype.itemsize == 16 else np.dtype(f"i{dtype.itemsize}".replace("i1", "u1"))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's host memory holds its elements as they are."""
+    on_host = tensor.device.type == "cpu" and tensor.layout == torch.strided
+    return on_host and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _as_bits(tensor: torch.Tensor) -> Any:
+    """Return a host tensor's memory as a numpy array of bits."""
+    if tensor.itemsize == 16:
+        return tensor.numpy()
+    return tensor.view(_BITS[tensor.itemsize]).numpy()

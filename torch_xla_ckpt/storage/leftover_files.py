@@ -1,0 +1,36 @@
+"""Leftovers: files of saves that have ended without a commit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch_xla_ckpt.protocols import Entry, Folder
+from torch_xla_ckpt.storage.file_names import lease_name, manifest_name, save_id_of
+from torch_xla_ckpt.storage.lease import live_saves
+
+_UNLEASED = 3600.0  # seconds without a write after which a save without a lease counts as ended
+
+
+def leftovers(folder: Folder, listing: Mapping[str, Entry], now: float | None) -> frozenset[str]:
+    """Return the files that no save will need any more, in a folder without a committed checkpoint.
+
+    Files of saves that may be alive are not among them. A save without a lease comes from an older version of this
+    package. It may be alive until it has written its manifest, or until it has not written for an hour.
+
+    Args:
+        folder: the folder.
+        listing: the folder's files.
+        now: the time by the storage's clock, in seconds; None if it has no clock.
+    """
+    alive = set(live_saves(folder, listing, now))
+    files: dict[str, list[str]] = {}
+    for name in listing:
+        save_id = save_id_of(name)
+        if save_id is not None:
+            files.setdefault(save_id, []).append(name)
+    for save_id, names in files.items():
+        if not {lease_name(save_id), manifest_name(save_id)}.intersection(names):
+            times = [modified for name in names if (modified := listing[name].modified) is not None]
+            if len(times) < len(names) or now is None or now - max(times) < _UNLEASED:
+                alive.add(save_id)
+    return frozenset(name for save_id, names in files.items() if save_id not in alive for name in names)

@@ -1,0 +1,198 @@
+"""The bytes of a read job: read, checked, and copied into the planner's buffers."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.distributed.checkpoint.planner import ReadItem
+
+from torch_xla_ckpt import _dcp
+from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, Damage, UnsafeObjectError
+from torch_xla_ckpt.protocols import Folder, Window
+from torch_xla_ckpt.serialization import Refused, restricted
+from torch_xla_ckpt.storage.chunk_bytes import ChunkBytes, copy_elements
+from torch_xla_ckpt.storage.file_errors import NOT_A_FILE, TRANSIT, NotAFile
+from torch_xla_ckpt.storage.ranges import Range, blocks_of
+from torch_xla_ckpt.storage.read_plan import ItemRead, ReadJob, windows_of
+from torch_xla_ckpt.storage.read_target import ReadResult, ReadTarget
+from torch_xla_ckpt.storage.stored import BLOCK, checksum
+
+logger = logging.getLogger(__name__)
+
+ADOPTABLE = 64 << 10
+"""Size in bytes from which a tensor is offered to the planner in the memory it was read into, instead of copied."""
+ENDS_EARLY = "the file ends before these bytes"
+BAD_CHECKSUM = "the bytes do not match their checksum"
+MISSING = "the file is missing"
+
+
+class JobReader:
+    """Reads jobs, in any thread.
+
+    Args:
+        folder: the checkpoint's folder.
+        target: the planner that owns the buffers.
+        verify: check what is read against the manifest's checksums.
+    """
+
+    def __init__(self, folder: Folder, target: ReadTarget, verify: bool):
+        self._folder = folder
+        self._target = target
+        self._verify = verify
+
+    def read(self, job: ReadJob) -> list[ReadResult]:
+        """Read the bytes of a job, check them, and fill the planner's buffers.
+
+        Raises:
+            CorruptCheckpointError: bytes are not what was written.
+            UnsafeObjectError: a tensor's item names something that could run code.
+        """
+        items = [item for _, item in job.items]
+        ranges = [item.ranges(self._verify) for item in items]
+        windows, numbers = windows_of(items, ranges)
+        views = self._views(windows, items, job)
+        reread: set[int] = set()  # numbers of windows that were read a second time
+        results: list[ReadResult] = []
+        for item, wanted, number in zip(items, ranges, numbers):
+            if not wanted:
+                results += self._without_bytes(item)
+                continue
+            damage = self._damage(item, wanted, windows[number], views[number])
+            if damage is not None and self._folder.remote and number not in reread:
+                reread.add(number)
+                (views[number],) = self._views([windows[number]], items, job)
+                first, damage = damage, self._damage(item, wanted, windows[number], views[number])
+                if damage is None:
+                    logger.warning(TRANSIT, self._folder.url, first)
+            if damage is not None:
+                raise corrupt(damage)
+            results += self._filled(item, windows[number].start, views[number])
+        return results
+
+    def _views(self, windows: Sequence[Window], items: Sequence[ItemRead], job: ReadJob) -> list[memoryview]:
+        try:
+            views = self._folder.view(windows)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise _unreadable_file(str(error.filename), items, MISSING) from error
+        except (NotAFile, IsADirectoryError) as error:
+            raise _unreadable_file(str(error.filename), items, NOT_A_FILE) from error
+        job.bytes_read += sum(stop - start for window in windows for start, stop in window.parts)
+        return views
+
+    def _damage(self, item: ItemRead, wanted: Sequence[Range], window: Window, view: memoryview) -> Damage | None:
+        """Compare an item's bytes with their checksums. Return the first block that differs, or None."""
+        stored = item.stored
+        end = window.start + len(view)
+        if wanted[-1][1] > end:
+            return Damage(stored.relative_path, end, wanted[-1][1], (item.key,), ENDS_EARLY)
+        if not self._verify or stored.checksums is None:
+            return None
+        relative = [(start - stored.offset, stop - stored.offset) for start, stop in wanted]
+        for number in blocks_of(relative, BLOCK):
+            start, stop, expected = stored.block(number)
+            if checksum(view[start - window.start : stop - window.start]) != expected:
+                return Damage(stored.relative_path, start, stop, (item.key,), BAD_CHECKSUM)
+        return None
+
+    def _without_bytes(self, item: ItemRead) -> Iterator[ReadResult]:
+        """Answer the requests for an item of which no byte is needed."""
+        for request in item.requests:
+            yield ReadResult(request, io.BytesIO() if item.saved is None else self._target.buffer(request))
+
+    def _filled(self, item: ItemRead, start: int, view: memoryview) -> Iterator[ReadResult]:
+        """Answer the requests for an item. ``view`` holds the file's bytes from position ``start`` on."""
+        stored = item.stored
+        if stored.data is not None:
+            chunk = ChunkBytes(item, view, stored.offset + stored.data - start)
+            for request in item.requests:
+                yield ReadResult(request, self._plain(request, chunk))
+            return
+        data = view[stored.offset - start :][: stored.length]
+        if item.saved is None:
+            for request in item.requests:
+                yield ReadResult(request, _stream(item, data))
+            return
+        tensor = _unpickled(item, _stream(item, data))
+        for request in item.requests:
+            region = tuple(slice(first, first + n) for first, n in zip(request.storage_offsets, request.lengths))
+            target = self._target.buffer(request)
+            copy_elements(target, tensor[region])
+            yield ReadResult(request, target)
+
+    def _plain(self, request: ReadItem, chunk: ChunkBytes) -> torch.Tensor:
+        """Return the tensor to commit: the chunk's own memory if the planner takes it, else the filled buffer."""
+        if chunk.nbytes >= ADOPTABLE and request.lengths == chunk.shape:
+            whole = chunk.tensor() if self._target.sink is not None else None
+            if whole is not None and self._target.adopt(request, whole):
+                return whole
+        target = self._target.buffer(request)
+        chunk.copy_region(request, target)
+        return target
+
+
+def corrupt(damage: Damage) -> CorruptCheckpointError:
+    """Return the error for damage that a load has met."""
+    return CorruptCheckpointError(
+        f"the checkpoint is damaged: {damage}. Restore from another checkpoint. verify() lists all damage in this "
+        "checkpoint; verify=False loads it without checking",
+        [damage],
+    )
+
+
+def _unreadable_file(path: str, items: Sequence[ItemRead], problem: str) -> CorruptCheckpointError:
+    """Return the error for a data file that cannot be opened, with the keys of the items in it."""
+    name = os.path.basename(path)
+    inside = [item for item in items if os.path.basename(item.stored.relative_path) == name]
+    stop = max((item.stored.offset + item.stored.extent for item in inside), default=0)
+    keys = tuple(dict.fromkeys(item.key for item in inside))
+    return corrupt(Damage(name, 0, stop, keys, problem))
+
+
+def _stream(item: ItemRead, data: memoryview) -> io.BytesIO:
+    """Return an item's bytes as they were before DCP's extensions."""
+    extensions = item.stored.transform_descriptors
+    stream = io.BytesIO(data)
+    if not extensions:
+        return stream
+    try:
+        return _dcp.untransformed(item.requests[0], extensions, stream)
+    except Exception as error:
+        raise CheckpointError(
+            f"cannot read {item.key!r}: it was written through the DCP extensions {', '.join(extensions)} "
+            f"({type(error).__name__}: {error}). Read it with DCP's FileSystemReader and its _extension_registry"
+        ) from error
+
+
+def _unpickled(item: ItemRead, stream: io.BytesIO) -> torch.Tensor:
+    """Return the tensor in an item that only ``torch.load`` can read, without running code from it.
+
+    Raises:
+        UnsafeObjectError: the item names something that could run code.
+        CorruptCheckpointError: the item holds no tensor of the chunk's shape.
+    """
+    stored = item.stored
+    try:
+        tensor = restricted.load(stream)
+    except Refused as error:
+        what = ", ".join(error.names) or str(error)
+        raise UnsafeObjectError(
+            f"refused to load {item.key!r}: the tensor's item in {stored.relative_path} names something that could "
+            f"run code ({what}). Only a tensor of a subclass needs that. If you know the subclass, pass it to "
+            "torch.serialization.add_safe_globals. Otherwise do not use this checkpoint",
+            key=item.key,
+            types=error.names,
+        ) from error
+    except Exception as error:
+        raise _wrong_item(item, f"the item is no complete torch.save archive ({type(error).__name__})") from error
+    if not isinstance(tensor, torch.Tensor) or (tensor.shape, tensor.device.type) != (item.shape, "cpu"):
+        raise _wrong_item(item, f"the item holds no tensor of shape {tuple(item.shape)}")
+    return tensor.detach()
+
+
+def _wrong_item(item: ItemRead, problem: str) -> CorruptCheckpointError:
+    stored = item.stored
+    return corrupt(Damage(stored.relative_path, stored.offset, stored.offset + stored.length, (item.key,), problem))

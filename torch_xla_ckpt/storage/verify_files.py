@@ -1,0 +1,183 @@
+"""Checks of one data file: every block against its checksum, or every archive against its CRC-32."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch_xla_ckpt.errors import CheckpointError, Damage
+from torch_xla_ckpt.protocols import Folder, Window
+from torch_xla_ckpt.serialization import Archive, ArchiveError
+from torch_xla_ckpt.storage.file_errors import NOT_A_FILE, TRANSIT, NotAFile
+from torch_xla_ckpt.storage.progress import Progress
+from torch_xla_ckpt.storage.ranges import MAX_GAP
+from torch_xla_ckpt.storage.read_bytes import BAD_CHECKSUM, ENDS_EARLY, MISSING
+from torch_xla_ckpt.storage.stored import Stored, checksum
+
+logger = logging.getLogger(__name__)
+
+_READ_BYTES = 32 << 20
+
+
+class FileCheck(NamedTuple):
+    """The result for one data file.
+
+    Args:
+        damages: each run of damaged bytes.
+        bytes_read: bytes read from the file.
+        unchecked: key and number of bytes for each item with bytes that have no checksum.
+    """
+
+    damages: list[Damage]
+    bytes_read: int
+    unchecked: list[tuple[str, int]]
+
+
+class _Span(NamedTuple):
+    """Bytes that are checked together: a block with its checksum, or a whole item of stock DCP."""
+
+    start: int
+    stop: int
+    key: str
+    item: Stored
+    checksum: bytes | None
+
+    def check(self, data: memoryview) -> tuple[str | None, int]:
+        """Return the problem of the bytes, or None, and the number of bytes that have no checksum."""
+        if len(data) < self.stop - self.start:
+            return ENDS_EARLY, 0
+        if self.checksum is None:
+            return _check_archive(self.item, data)
+        return None if checksum(data) == self.checksum else BAD_CHECKSUM, 0
+
+
+def check_file(
+    folder: Folder, name: str, items: Sequence[tuple[str, Stored]], size: int | None, bar: Progress
+) -> FileCheck:
+    """Read a data file and check all of its items.
+
+    Args:
+        folder: the checkpoint's folder.
+        name: the file's name.
+        items: key and place of each item in the file.
+        size: the file's size in bytes by the manifest; None for a checkpoint without a manifest.
+        bar: the progress bar.
+
+    Raises:
+        CheckpointError: the storage does not give access to the file.
+    """
+    keys = tuple(dict.fromkeys(key for key, _ in items))
+    end = max(item.offset + (item.length if size is None else item.extent) for _, item in items)
+    found = FileCheck([], 0, [])
+    try:
+        actual = folder.size(name)
+        if size is not None and actual > size:
+            found.damages.append(Damage(name, size, actual, (), "the file has bytes that no save wrote"))
+        elif size is not None and actual < size:
+            found.damages.append(Damage(name, actual, size, (), f"the file has {actual:,} bytes instead of {size:,}"))
+        return _check_spans(folder, name, items, actual, found, bar)
+    except FileNotFoundError:
+        return FileCheck([Damage(name, 0, end, keys, MISSING)], 0, [])
+    except (NotAFile, IsADirectoryError, NotADirectoryError):
+        return FileCheck([Damage(name, 0, end, keys, NOT_A_FILE)], 0, [])
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise cannot_verify(folder, name, error) from error
+
+
+def cannot_verify(folder: Folder, what: str, error: Exception) -> CheckpointError:
+    """Return the error for a file that cannot be read, which says nothing about its content.
+
+    Args:
+        folder: the checkpoint's folder.
+        what: the file that was read.
+        error: the error of the storage.
+    """
+    return CheckpointError(
+        f"cannot verify {folder.url}: reading {what} failed ({type(error).__name__}: {error}). The checkpoint may be "
+        "whole. Check the access rights, the network and the store, and try again"
+    )
+
+
+def _check_spans(
+    folder: Folder, name: str, items: Sequence[tuple[str, Stored]], actual: int, found: FileCheck, bar: Progress
+) -> FileCheck:
+    """Check all items of a file of ``actual`` bytes, and return ``found`` with the results added."""
+    read = 0
+    spans = sorted((span for key, item in items for span in _spans(key, item)), key=lambda span: span.start)
+    for window, group in _windows(name, spans, actual):
+        # An object store answers with an error when the whole range lies behind the object's end.
+        (view,) = folder.view([window]) if window.start < actual else [memoryview(b"")]
+        checked = _check_window(name, window, group, view)
+        if checked.damages and folder.remote and window.start < actual:
+            (view,) = folder.view([window])
+            first, checked = checked.damages[0], _check_window(name, window, group, view)
+            if not checked.damages:
+                logger.warning(TRANSIT, folder.url, first)
+        found.damages.extend(checked.damages)
+        found.unchecked.extend(checked.unchecked)
+        read += len(view)
+        bar.advance(sum(span.stop - span.start for span in group))
+        del view
+        folder.forget(name, window.start, window.stop)
+    return found._replace(bytes_read=read)
+
+
+def _check_window(name: str, window: Window, spans: Sequence[_Span], view: memoryview) -> FileCheck:
+    """Check the spans in a window of a file. ``view`` holds the window's bytes."""
+    found = FileCheck([], len(view), [])
+    for span in spans:
+        problem, unchecked = span.check(view[span.start - window.start : span.stop - window.start])
+        if problem is not None:
+            found.damages.append(Damage(name, span.start, span.stop, (span.key,), problem))
+        if unchecked:
+            found.unchecked.append((span.key, unchecked))
+    return found
+
+
+def _spans(key: str, item: Stored) -> Iterator[_Span]:
+    if item.checksums is not None:
+        for number in range(item.blocks):
+            start, stop, expected = item.block(number)
+            yield _Span(start, stop, key, item, expected)
+    else:
+        yield _Span(item.offset, item.offset + item.length, key, item, None)
+
+
+def _windows(name: str, spans: Sequence[_Span], size: int) -> Iterator[tuple[Window, list[_Span]]]:
+    """Join neighbouring spans into windows of a file of ``size`` bytes."""
+    group: list[_Span] = []
+    for span in spans:
+        if group and (span.start - group[-1].stop > MAX_GAP or span.stop - group[0].start > _READ_BYTES):
+            yield _window(name, group, size), group
+            group = []
+        group.append(span)
+    if group:
+        yield _window(name, group, size), group
+
+
+def _window(name: str, group: Sequence[_Span], size: int) -> Window:
+    start = group[0].start
+    stop = max(start, min(size, max(span.stop for span in group)))
+    return Window(name, start, stop, ((start, stop),))
+
+
+def _check_archive(item: Stored, view: memoryview) -> tuple[str | None, int]:
+    """Check an item against the CRC-32 of its records.
+
+    The archive is parsed as it is for loading, so that the checked bytes are the loaded bytes.
+
+    Returns:
+        The problem, or None, and the number of bytes that have no CRC-32.
+    """
+    if item.transform_descriptors:
+        return None, len(view)  # an extension of DCP compressed or encrypted the archive
+    try:
+        archive = Archive(view)
+    except ArchiveError as error:
+        return f"the item is no complete archive ({error})", 0
+    if misfits := archive.misfits():
+        return f"the record {misfits[0]} does not match its CRC-32", 0
+    return None, sum(len(archive[name]) for name in archive.unchecked())

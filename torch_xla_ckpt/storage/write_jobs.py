@@ -1,0 +1,98 @@
+"""Which items to write in which order: fetch their data in the plan's order, as the memory budget has room.
+
+Items are handed to the writing threads in batches, so that small items do not cost a hand-over each.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+
+from torch_xla_ckpt.protocols import SaveSource
+from torch_xla_ckpt.reports import Timeline
+from torch_xla_ckpt.storage.data_file import SMALL
+from torch_xla_ckpt.storage.memory_budget import MemoryBudget
+
+_BATCH_BYTES = 4 << 20  # a batch is full when it has this many bytes
+_BATCH_ITEMS = 256  # or this many items
+
+
+class WriteJob(NamedTuple):
+    """An item to write, and its data.
+
+    Args:
+        item: the item.
+        data: the tensor, or the bytes of an object.
+        sharding: the sharding of the tensor, for people; None if the planner does not tell.
+        nbytes: the bytes of the tensor; 0 for an object.
+        held: the bytes to give back to the memory budget when the item is written.
+    """
+
+    item: WriteItem
+    data: torch.Tensor | io.BytesIO
+    sharding: str | None
+    nbytes: int
+    held: int
+
+    @property
+    def payload(self) -> int:
+        """The bytes of the tensor or the object."""
+        return self.nbytes if isinstance(self.data, torch.Tensor) else self.data.getbuffer().nbytes
+
+
+def tensor_bytes(item: WriteItem) -> int:
+    """Return the bytes of an item's tensor; 0 for an object."""
+    tensor = item.tensor_data
+    return 0 if tensor is None else tensor.chunk.sizes.numel() * tensor.properties.dtype.itemsize
+
+
+def batches(
+    items: Sequence[WriteItem], planner: SavePlanner, budget: MemoryBudget, timeline: Timeline
+) -> Iterator[list[WriteJob]]:
+    """Ask the planner for the data of all items, in order, and yield it in batches.
+
+    Items that are next to each other in the plan and share a part of a tensor share its memory. So the memory for all
+    of them is taken from the budget together, and given back with the last one.
+    """
+    source = planner if isinstance(planner, SaveSource) else None
+
+    def part_of(item: WriteItem) -> tuple[str, int | None]:
+        """Return the key, and the number of the part that is fetched with the item; None for an object."""
+        if item.tensor_data is None:
+            return item.index.fqn, None
+        return item.index.fqn, 0 if source is None else source.part(item)
+
+    batch: list[WriteJob] = []
+    waiting = 0
+    for (key, part), group in groupby(items, part_of):
+        together = list(group)
+        sizes = list(map(tensor_bytes, together))
+        sharding, cost = None, sum(sizes)
+        if source is not None and part is not None:
+            sharding, cost = source.sharding(key), source.host_bytes(key, part)
+        if not budget.take(cost, wait=False):
+            if batch:  # there is no room before these are written
+                yield batch
+                batch, waiting = [], 0
+            with timeline.span("wait for the writers"):
+                budget.take(cost)
+        for number, (item, nbytes) in enumerate(zip(together, sizes), 1):
+            held = cost if number == len(together) else 0
+            data = _fetch(item, planner, timeline) if nbytes >= SMALL else planner.resolve_data(item)
+            batch.append(WriteJob(item, data, sharding, nbytes, held))
+            waiting += nbytes
+            if waiting >= _BATCH_BYTES or len(batch) >= _BATCH_ITEMS:
+                yield batch
+                batch, waiting = [], 0
+    if batch:
+        yield batch
+
+
+def _fetch(item: WriteItem, planner: SavePlanner, timeline: Timeline) -> torch.Tensor | io.BytesIO:
+    with timeline.span("fetch", tensor_bytes(item)):
+        return planner.resolve_data(item)

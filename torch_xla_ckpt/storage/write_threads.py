@@ -1,0 +1,146 @@
+"""The threads of a save: the calling thread fetches, and other threads checksum and write.
+
+The calling thread asks the planner for data, which fetches it from the devices. Each other thread writes batches into a
+data file of its own. Batches of tiny items are written by the calling thread: threads would only compete for Python's
+lock.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.reports import Timeline
+from torch_xla_ckpt.runtime import forks
+from torch_xla_ckpt.storage.data_file import DataFile, DataFiles
+from torch_xla_ckpt.storage.frame import item_of
+from torch_xla_ckpt.storage.memory_budget import BudgetClosed, MemoryBudget
+from torch_xla_ckpt.storage.progress import Progress
+from torch_xla_ckpt.storage.stored import TINY
+from torch_xla_ckpt.storage.write_jobs import WriteJob, batches
+
+
+class WriteThreads:
+    """Writes the items of one plan. Every instance is used once.
+
+    Args:
+        files: the data files.
+        threads: the number of threads, in addition to the calling thread.
+        keep_tiny: write batches of tiny items in the calling thread.
+        budget: the memory budget of the data that is fetched and not written yet.
+        progress: the progress bar.
+        timeline: records what each thread does.
+    """
+
+    def __init__(
+        self,
+        files: DataFiles,
+        threads: int,
+        *,
+        keep_tiny: bool,
+        budget: MemoryBudget,
+        progress: Progress,
+        timeline: Timeline,
+    ):
+        self._files = files
+        self._threads = threads
+        self._keep_tiny = keep_tiny
+        self._budget = budget
+        self._progress = progress
+        self._timeline = timeline
+        self._queue: queue.SimpleQueue[list[WriteJob] | None] = queue.SimpleQueue()
+        self._results: list[WriteResult] = []
+        self._failures: list[BaseException] = []
+        self._opened: list[DataFile] = []
+        # Events, because Python considers a thread ended when an interrupt breaks off join().
+        self._ends: list[threading.Event] = []
+
+    def write(self, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        """Write all items. If this raises, no file is left and no thread runs any more.
+
+        Raises:
+            BaseException: what the planner or a thread raised first, or an interrupt.
+        """
+        owner = forks.Owner()
+        try:
+            for number in range(self._threads):
+                ended = threading.Event()
+                threading.Thread(target=self._run_thread, args=(ended,), name=f"ShardWriter-{number}").start()
+                self._ends.append(ended)
+            self._write_batches(self._hand_over(batches(items, planner, self._budget, self._timeline)))
+            self._end_threads()
+        except BudgetClosed:
+            pass
+        except BaseException as error:  # KeyboardInterrupt too: no thread may go on writing
+            if not owner.is_here:  # in a child that the planner forked: threads and files are the parent's
+                raise
+            self._fail(error)
+        self._end_threads()
+        if self._failures:
+            for file in self._opened:
+                file.abandon()
+            interrupts = (error for error in self._failures if not isinstance(error, Exception))
+            raise next(interrupts, self._failures[0])
+        return self._results
+
+    def _hand_over(self, every_batch: Iterable[list[WriteJob]]) -> Iterator[list[WriteJob]]:
+        """Hand batches to the threads, and yield those that the calling thread writes itself."""
+        for batch in every_batch:
+            if self._keep_tiny and sum(job.payload for job in batch) <= TINY * len(batch):
+                yield batch
+            else:
+                self._queue.put(batch)
+
+    def _run_thread(self, ended: threading.Event) -> None:
+        try:
+            self._write_batches(iter(self._queue.get, None))
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            ended.set()
+
+    def _write_batches(self, some_batches: Iterable[list[WriteJob]]) -> None:
+        """Write batches into one new data file, which is created with the first batch."""
+        file: DataFile | None = None
+        for batch in some_batches:
+            if self._failures:
+                return
+            if file is None:
+                file = self._files.create()
+                self._opened.append(file)
+            held = sum(job.held for job in batch)
+            with self._timeline.span("write", sum(job.nbytes for job in batch)):
+                self._results.extend(self._write_item(job, file) for job in batch)
+            batch.clear()  # other references to the list must not keep the tensors alive
+            self._budget.give_back(held)
+        if file is not None and not self._failures:
+            file.close()
+
+    def _write_item(self, job: WriteJob, file: DataFile) -> WriteResult:
+        if isinstance(job.data, torch.Tensor):
+            try:
+                parts, data = item_of(job.data)
+            except CheckpointError as error:
+                raise CheckpointError(f"{job.item.index.fqn!r}: {error}") from error
+        else:
+            parts, data = (job.data.getbuffer(),), None
+        stored = file.append(parts, data, job.sharding)
+        self._progress.advance(job.nbytes)
+        return WriteResult(job.item.index, stored.length, stored)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failures.append(error)
+        self._budget.close()
+
+    def _end_threads(self) -> None:
+        """Let the threads finish the queue, and wait for them."""
+        for _ in self._ends:
+            self._queue.put(None)
+        for ended in self._ends:
+            ended.wait()
