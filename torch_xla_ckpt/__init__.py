@@ -7,6 +7,7 @@ from torch_xla_ckpt.errors import (
     CorruptCheckpointError,
     Damage,
     IncompleteCheckpointError,
+    Mismatch,
     MismatchError,
     ReplacedCheckpointError,
     UnsafeObjectError,
@@ -15,7 +16,7 @@ from torch_xla_ckpt.manager import CheckpointManager, keep, when
 from torch_xla_ckpt.planner import SPMDLoadPlanner, SPMDSavePlanner
 from torch_xla_ckpt.reports import LoadReport, Outcome, Span, Timeline
 from torch_xla_ckpt.restoring import prime_optimizer, restore
-from torch_xla_ckpt.staging import AsyncSave, SPMDStager
+from torch_xla_ckpt.staging import AsyncSave, Choice, SPMDStager
 from torch_xla_ckpt.state import PerRank
 from torch_xla_ckpt.storage import ShardReader, ShardWriter, VerifyReport, verify
 
@@ -23,11 +24,13 @@ __all__ = [
     "AsyncSave",
     "CheckpointError",
     "CheckpointManager",
+    "Choice",
     "ConcurrentSaveError",
     "CorruptCheckpointError",
     "Damage",
     "IncompleteCheckpointError",
     "LoadReport",
+    "Mismatch",
     "MismatchError",
     "Outcome",
     "PerRank",

@@ -1,12 +1,11 @@
-"""Saving and loading in one call."""
+"""Save, async save and load, one call each: check the arguments, call the rooms below, turn DCP's errors into ours."""
 
 from __future__ import annotations
 
 import logging
-import os
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -22,24 +21,36 @@ from torch_xla_ckpt.planner import Dtype, Missing, Place, Rename, Shape, SPMDLoa
 from torch_xla_ckpt.reports import LoadReport, Timeline
 from torch_xla_ckpt.runtime import without_collector
 from torch_xla_ckpt.serialization import AllowedType
-from torch_xla_ckpt.staging import AsyncSave, SPMDStager
-from torch_xla_ckpt.storage import Location, ReadStats, ShardReader, ShardWriter, path_lock
+from torch_xla_ckpt.staging import AsyncSave, SPMDStager, default_stager
+from torch_xla_ckpt.storage import (
+    Location,
+    PathLike,
+    ReadStats,
+    ShardReader,
+    ShardWriter,
+    open_reader,
+    open_writer,
+    path_lock,
+    path_of,
+    required_path,
+)
 
 logger = logging.getLogger(__name__)
 
-_Path = str | os.PathLike[str]
+given = required_path
 RESTARTS = 20
-"""How often a load begins again because the checkpoint was replaced."""
+"""Number of times that a load begins again because another save replaced the checkpoint."""
 
 
 @without_collector
 def save(
     state_dict: dict[str, Any],
-    path: _Path | None = None,
+    path: PathLike | None = None,
     *,
     sync: bool = True,
     step: int | None = None,
     user_metadata: Any = None,
+    storage_options: Mapping[str, Any] | None = None,
     progress: bool = False,
     storage_writer: dcp.StorageWriter | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -47,85 +58,92 @@ def save(
 ) -> Metadata:
     """Save a state dict as a DCP checkpoint: ``dcp.save`` with ``SPMDSavePlanner`` and ``ShardWriter``.
 
-    A checkpoint that is there already is replaced in one step: until then it stays whole. If a save in the background
-    is writing to the same path, this waits for it.
+    A checkpoint that exists at the path stays whole until the commit replaces it in one step. If an async save is
+    writing to the same path, this call waits for it.
 
     Args:
-        state_dict: nested dicts, lists, tensors, objects and ``Stateful``s. Every process of the group passes its own.
-        path: folder or fsspec URL; not needed when a storage writer that knows it is given.
-        sync, step, user_metadata, progress: see ``ShardWriter``, which has further options.
-        storage_writer: DCP storage to write with; then the options before it are its own. Default: a ``ShardWriter``.
-        process_group: a group whose backend gathers objects of the host, gloo for example. Default: the default
-            group, or none when torch.distributed is not initialised.
-        no_dist: save from this process alone even if there is a group.
+        state_dict: nested dicts and lists of tensors, objects and ``Stateful``s. Every rank passes its own.
+        path: the checkpoint's folder, a local path or an fsspec URL. Needed unless ``storage_writer`` has a path.
+        sync, step, user_metadata, progress: see ``ShardWriter``, which has further options. Without effect if
+            ``storage_writer`` is given.
+        storage_options: options of fsspec's filesystem for a URL, for example credentials. Default: none.
+        storage_writer: DCP storage to write with. Default: a ``ShardWriter``.
+        process_group: a group whose backend gathers Python objects, for example gloo. Default: the default group, or
+            no group if torch.distributed is not initialised.
+        no_dist: whether to save from this process alone although there is a group. Default: False.
 
     Returns:
-        The checkpoint's metadata.
+        The checkpoint's metadata, which prints as one line.
 
     Raises:
-        IncompleteCheckpointError: the processes do not hold every element exactly once.
-        CheckpointError: anything else that failed, on any rank, with the rank and the cause.
+        ValueError: there is no path; ``path`` is not the path of ``storage_writer``; or ``storage_options`` is given
+            beside ``storage_writer``.
+        IncompleteCheckpointError: the ranks do not hold every element of a tensor exactly once.
+        CheckpointError: any other failure, on any rank, with the rank and the cause.
     """
-    if storage_writer is None:
-        storage_writer = ShardWriter(given(path), sync=sync, step=step, user_metadata=user_metadata, progress=progress)
-    elif path is not None:
-        storage_writer.reset(path)
-    if (location := _location(storage_writer)) is not None:
+    writer = open_writer(
+        path, storage_writer, storage_options, sync=sync, step=step, user_metadata=user_metadata, progress=progress
+    )
+    location = _location(writer)
+    if location is not None:
         path_lock.wait_for(location)
     doing = f"saving to {location or 'a storage writer'}"
-    with agreed(process_group, no_dist, doing):
-        state = {key: _dcp.state_of(value) for key, value in state_dict.items()}
-    together = Processes(process_group, no_dist).worded(doing, only_collectives=False)
-    with together, _unwrapped("saved", no_dist), _abandoning(storage_writer):
-        return _dcp.save(state, storage_writer, SPMDSavePlanner(), process_group, no_dist or not _initialized())
+    processes = Processes(process_group, no_dist)
+    with processes.agreed(doing):
+        state = _states(state_dict)
+    with _readable_errors(processes, doing, "saved"), _abandoned_on_error(writer):
+        return _shortened(writer, _dcp.save(state, writer, SPMDSavePlanner(), process_group, processes.alone))
 
 
 def async_save(
     state_dict: dict[str, Any],
-    path: _Path | None = None,
+    path: PathLike | None = None,
     *,
-    stager: SPMDStager,
+    stager: SPMDStager | None = None,
     sync: bool = True,
     step: int | None = None,
     user_metadata: Any = None,
+    storage_options: Mapping[str, Any] | None = None,
     storage_writer: dcp.StorageWriter | None = None,
 ) -> AsyncSave:
-    """``save`` in the background: returns as soon as the state may change, in milliseconds where devices have room.
+    """Copy a state dict and save the copy in a thread: an async save.
+
+    Returns when the state may change, after milliseconds if the devices have room for the copy.
 
     Args:
-        state_dict: as for ``save``. Everything in it is copied, also what lies in host memory.
+        state_dict: as for ``save``. Tensors and objects in host memory are copied too.
         path: as for ``save``.
-        stager: makes the copy, and runs the save. Its processes save together, and all must call this.
-        sync, step, user_metadata, storage_writer: as for ``save``.
+        stager: makes the copy and runs the save. All ranks of its process group must call this at the same point.
+            Default: a stager of the process's own with the options of ``SPMDStager()``. The first call makes it, and
+            it is closed when the program exits, after its saves have ended. With several ranks, it saves together with
+            all ranks of the default group, so all of them must make this first call.
+        sync, step, user_metadata, storage_options, storage_writer: as for ``save``.
 
     Returns:
-        Futures that tell how the save goes. Who does not ask them gets an error from the stager's next call.
+        The futures of the save. If nobody reads the error of a failed save from them, the stager's next call raises
+        it; for the process's own stager, that is the next ``async_save`` without ``stager``.
 
     Raises:
-        CheckpointError: the state cannot be copied; or an earlier save failed, and nobody has asked how it ended.
+        ValueError: as for ``save``.
+        CheckpointError: the state cannot be copied; or an earlier save failed, and nobody has read its error.
     """
-    if storage_writer is None:
-        storage_writer = ShardWriter(given(path), sync=sync, step=step, user_metadata=user_metadata)
-    elif path is not None:
-        storage_writer.reset(path)
-    writer = storage_writer
-
-    def state() -> dict[str, Any]:
-        return {key: _dcp.state_of(value) for key, value in state_dict.items()}
+    writer = open_writer(
+        path, storage_writer, storage_options, sync=sync, step=step, user_metadata=user_metadata, progress=False
+    )
 
     def write(copied: dict[str, Any], group: dist.ProcessGroup | None, timeline: Timeline) -> Metadata:
         if isinstance(writer, ShardWriter):
             writer.timeline = timeline
-        with _abandoning(writer):
-            return _dcp.save(copied, writer, SPMDSavePlanner(), group, group is None)
+        with _abandoned_on_error(writer):
+            return _shortened(writer, _dcp.save(copied, writer, SPMDSavePlanner(), group, group is None))
 
-    return stager.run(state, write, _location(writer))
+    return (stager or default_stager()).run(lambda: _states(state_dict), write, _location(writer))
 
 
 @without_collector
 def load(
     state_dict: dict[str, Any],
-    path: _Path | None = None,
+    path: PathLike | None = None,
     *,
     missing: Missing = "error",
     unexpected: Unexpected = "restore",
@@ -138,6 +156,7 @@ def load(
     allow_types: Sequence[AllowedType] = (),
     trust_pickle: bool = False,
     verify: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
     progress: bool = False,
     storage_reader: dcp.StorageReader | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -146,39 +165,39 @@ def load(
     """Load a DCP checkpoint in place: ``dcp.load`` with ``SPMDLoadPlanner`` and ``ShardReader``.
 
     Args:
-        state_dict: the target. Its tensors are overwritten in place, each in the sharding it has; what it lacks is
-            inserted.
-        path: folder or fsspec URL; not needed when a storage reader that knows it is given.
-        missing, unexpected, dtype, shape, rename, only, exclude, placement, allow_types, trust_pickle: what to do where
-            target and checkpoint differ; see ``SPMDLoadPlanner``.
-        verify, progress: see ``ShardReader``, which has further options.
-        storage_reader: DCP storage to read with; then the options before it are its own. Default: a ``ShardReader``.
-        process_group, no_dist: see ``save``.
+        state_dict: the target. Its tensors are overwritten in place and keep their sharding. Saved keys that it lacks
+            are inserted.
+        path: the checkpoint's folder, a local path or an fsspec URL. Needed unless ``storage_reader`` has a path.
+        missing, unexpected, dtype, shape, rename, only, exclude, placement, allow_types, trust_pickle: the policy for
+            differences between target and checkpoint; see ``SPMDLoadPlanner``.
+        verify, progress: see ``ShardReader``, which has further options. Without effect if ``storage_reader`` is given.
+        storage_options: options of fsspec's filesystem for a URL, for example credentials. Default: none.
+        storage_reader: DCP storage to read with. Default: a ``ShardReader``.
+        process_group, no_dist: as for ``save``.
 
     Returns:
-        What became of every key, what was read, and how long it took.
+        What was done with every key, the bytes that were read, and the seconds that each phase took.
 
     Raises:
-        MismatchError: target and checkpoint do not fit each other, and the policy does not allow it.
-        IncompleteCheckpointError: the saved chunks do not cover the target.
-        CorruptCheckpointError: bytes are not what was written.
-        ReplacedCheckpointError: other saves replaced the checkpoint again and again while it was read.
+        ValueError: there is no path; ``path`` is not the path of ``storage_reader``; or ``storage_options`` is given
+            beside ``storage_reader``.
+        MismatchError: target and checkpoint differ, and the policy does not allow the difference.
+        IncompleteCheckpointError: the saved chunks do not cover a tensor of the target.
+        CorruptCheckpointError: the bytes of a file are not those that were saved.
+        ReplacedCheckpointError: other saves kept replacing the checkpoint while it was read.
         UnsafeObjectError: an object has a type that is not allowed.
-        CheckpointError: anything else that failed, on any rank, with the rank and the cause.
+        CheckpointError: any other failure, on any rank, with the rank and the cause.
     """
     start = time.perf_counter()
-    if storage_reader is None:
-        storage_reader = ShardReader(given(path), verify=verify, progress=progress)
-    elif path is not None:
-        storage_reader.reset(path)
-    keys = sorted(state_dict)  # every rank asks the values for their states in the same order
-    doing = f"loading from {getattr(storage_reader, 'location', None) or 'a storage reader'}"
-    with agreed(process_group, no_dist, doing):
-        state = {key: _dcp.state_of(state_dict[key]) for key in keys}
-    # ``restore`` loads in several steps, and begins all of them again.
-    most = 0 if isinstance(storage_reader, ShardReader) and storage_reader.is_pinned else RESTARTS
-    for restarts in range(most + 1):
-        planner = SPMDLoadPlanner(
+    reader = open_reader(path, storage_reader, storage_options, verify=verify, progress=progress)
+    doing = f"loading from {path_of(reader) or 'a storage reader'}"
+    processes = Processes(process_group, no_dist)
+    keys = sorted(state_dict)  # all ranks call ``state_dict`` of their values in the same order
+    with processes.agreed(doing):
+        state = _states({key: state_dict[key] for key in keys})
+
+    def new_planner() -> SPMDLoadPlanner:
+        return SPMDLoadPlanner(
             missing=missing,
             unexpected=unexpected,
             dtype=dtype,
@@ -190,26 +209,76 @@ def load(
             allow_types=allow_types,
             trust_pickle=trust_pickle,
         )
-        try:
-            together = Processes(process_group, no_dist).worded(doing, only_collectives=False)
-            with together, _unwrapped("loaded", no_dist):
-                _dcp.load(state, storage_reader, planner, process_group, no_dist or not _initialized())
-            break
-        except BaseException as error:
-            planner.undo()  # another process may have failed when this one had everything
-            # All processes get the same error, so all of them begin again.
-            if not isinstance(error, ReplacedCheckpointError) or restarts == most:
-                raise
-            logger.warning("%s", error)
-            storage_reader.reset()
+
+    def load_once(planner: SPMDLoadPlanner) -> None:
+        with _readable_errors(processes, doing, "loaded"):
+            _dcp.load(state, reader, planner, process_group, processes.alone)
+
+    planner, restarts = _load_unreplaced(load_once, new_planner, reader)
     for key in keys:
         if _dcp.is_stateful(state_dict[key]):
             state_dict[key].load_state_dict(state[key])
         else:
             state_dict[key] = state[key]
+    return _report(planner, reader, start, restarts)
+
+
+def agreed(
+    process_group: dist.ProcessGroup | None, no_dist: bool, doing: str = "making or restoring the state"
+) -> AbstractContextManager[None]:
+    """Raise an error of one rank's block on all ranks; see ``Processes.agreed``."""
+    return Processes(process_group, no_dist).agreed(doing)
+
+
+def _location(writer: dcp.StorageWriter) -> Location | None:
+    """Return the location that a storage writer writes to; None if it does not tell."""
+    path = path_of(writer)
+    return None if path is None else Location.of(path)
+
+
+def _shortened(writer: dcp.StorageWriter, metadata: Metadata) -> Metadata:
+    """Return a save's metadata, which prints as one line on every rank if a ``ShardWriter`` wrote it."""
+    return writer.shorten(metadata) if isinstance(writer, ShardWriter) else metadata
+
+
+def _states(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dict with the state of each ``Stateful`` in its place."""
+    return {key: _dcp.state_of(value) for key, value in state_dict.items()}
+
+
+def _load_unreplaced(
+    load_once: Callable[[SPMDLoadPlanner], None],
+    new_planner: Callable[[], SPMDLoadPlanner],
+    reader: dcp.StorageReader,
+) -> tuple[SPMDLoadPlanner, int]:
+    """Load, and begin again if another save replaced the checkpoint while it was read.
+
+    Returns:
+        The planner of the load that succeeded, and how often it began again.
+    """
+    # A pinned reader belongs to ``restore``, which loads in several steps and begins all of them again.
+    most = 0 if isinstance(reader, ShardReader) and reader.is_pinned else RESTARTS
+    restarts = 0
+    while True:
+        planner = new_planner()
+        try:
+            load_once(planner)
+            return planner, restarts
+        except BaseException as error:
+            planner.undo()  # another rank may have failed after this one had inserted everything
+            # All ranks get the same error, so all of them begin again.
+            if not isinstance(error, ReplacedCheckpointError) or restarts == most:
+                raise
+            logger.warning("%s", error)
+            reader.reset()
+            restarts += 1
+
+
+def _report(planner: SPMDLoadPlanner, reader: dcp.StorageReader, start: float, restarts: int) -> LoadReport:
+    """Return the report of a load that began at ``start``, in seconds of ``time.perf_counter``."""
     total = time.perf_counter() - start
     plan = planner.planned_at - start
-    stats = getattr(storage_reader, "stats", None)
+    stats = getattr(reader, "stats", None)
     return LoadReport(
         outcomes=planner.outcomes,
         bytes_needed=stats.bytes_needed if isinstance(stats, ReadStats) else None,
@@ -222,8 +291,8 @@ def load(
 
 
 @contextmanager
-def _abandoning(writer: dcp.StorageWriter) -> Iterator[None]:
-    """Tell a storage writer that its save has failed; DCP tells it nothing."""
+def _abandoned_on_error(writer: dcp.StorageWriter) -> Iterator[None]:
+    """Tell a ``ShardWriter`` that its save has failed, which DCP does not do."""
     try:
         yield
     except BaseException:
@@ -232,48 +301,21 @@ def _abandoning(writer: dcp.StorageWriter) -> Iterator[None]:
         raise
 
 
-def agreed(
-    process_group: dist.ProcessGroup | None, no_dist: bool, doing: str = "making or restoring the state"
-) -> AbstractContextManager[None]:
-    """Let what fails in one process's block fail in all, before any of them goes on to wait for it.
+@contextmanager
+def _readable_errors(processes: Processes, doing: str, done: str) -> Iterator[None]:
+    """Turn DCP's and torch.distributed's errors in the block into this package's errors.
+
+    ``except Exception`` does not catch DCP's ``CheckpointException``.
 
     Args:
-        process_group, no_dist: see ``save``.
-        doing: what the block does and to which path, for the error; the same on all ranks.
-
-    Raises:
-        CheckpointError: with the rank and what it raised, where it was another's; or naming the ranks that did not
-            come.
+        processes: the ranks that take part.
+        doing: the operation and its path, the same on all ranks.
+        done: "saved" or "loaded".
     """
-    return Processes(process_group, no_dist).agreed(doing)
-
-
-def _location(storage: dcp.StorageWriter) -> Location | None:
-    """Where a storage writer writes; None if it does not say."""
-    if isinstance(storage, ShardWriter):
-        return storage.location
-    path = getattr(storage, "checkpoint_id", None)
-    return Location.of(path) if path else None
-
-
-def given(path: _Path | None) -> _Path:
-    """``path``, or the error that says that it is needed."""
-    if path is None:
-        raise ValueError("say where the checkpoint lies: pass a path, or a storage writer or reader that knows it")
-    return path
-
-
-def _initialized() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-@contextmanager
-def _unwrapped(done: str, no_dist: bool) -> Iterator[None]:
-    """Turn DCP's ``CheckpointException``, which ``except Exception`` does not catch, into one of our errors."""
-    with warnings.catch_warnings():
-        # What DCP does inside: nothing that a warning at every save would change.
+    with processes.worded(doing, only_collectives=False), warnings.catch_warnings():
+        # A warning from inside DCP, which users cannot change anything about.
         warnings.filterwarnings("ignore", "TypedStorage is deprecated")
         try:
             yield
         except CheckpointException as error:
-            raise _dcp.cause(error, done, several=_initialized() and not no_dist) from error
+            raise _dcp.cause(error, done, several=not processes.alone) from error

@@ -1,4 +1,8 @@
-"""What processes that save or load together tell each other: one's answer, one's failure, and who is missing."""
+"""Coordination of the ranks that save or load together.
+
+Whether there is a process group at all, one rank's answer on all ranks, one rank's error on all ranks, and the names
+of ranks that are missing.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CheckpointError
 
 T = TypeVar("T")
-# Seconds to wait for the other ranks to report that a collective has failed for them too, and between two looks.
+# After a failed collective: seconds to wait for the other ranks to report its failure, and seconds between two looks.
 _PATIENCE = 5.0
 _LOOK = 0.1
 
@@ -23,12 +27,18 @@ _LOOK = 0.1
 class Processes:
     """The ranks of a process group, or one process without a group.
 
-    Every method with the argument ``doing`` is a collective: all ranks must call it at the same point. ``doing`` says
-    what is done and to which path, for error messages. It must be the same on all ranks.
+    Every method with the argument ``doing`` is a collective: all ranks must call it at the same point. ``doing`` names
+    the operation and its path for error messages. It must be the same text on all ranks.
 
     Args:
         group: a group that gathers objects. None: the default group.
-        alone: this process works by itself, even if there is a group.
+        alone: whether this process works by itself although torch.distributed is initialised. Default: False.
+
+    Attributes:
+        group: as above.
+        alone: whether this process works by itself; always True if torch.distributed is not initialised.
+        rank: this process's rank in the group; 0 if alone.
+        size: the number of ranks; 1 if alone.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, alone: bool = False):
@@ -39,14 +49,14 @@ class Processes:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks in the default group's numbering."""
+        """The ranks of the group, as numbered in the default group."""
         return [0] if self.alone else dist.get_process_group_ranks(self.group)
 
     def new_group(self, timeout: timedelta, doing: str) -> dist.ProcessGroup:
         """Create another gloo group of these ranks.
 
         Args:
-            timeout: for one wait in the new group, and for its creation.
+            timeout: longest wait in the new group and in its creation.
             doing: see the class.
 
         Raises:
@@ -65,10 +75,10 @@ class Processes:
         return found
 
     def from_first(self, find: Callable[[], T], doing: str) -> T:
-        """Return what the first rank finds, on all ranks.
+        """Call ``find`` on the first rank, and return its result on all ranks.
 
         Raises:
-            CheckpointError: on all ranks, if the first one failed.
+            CheckpointError: on all ranks, if ``find`` failed.
         """
         if self.alone:
             return find()
@@ -88,11 +98,11 @@ class Processes:
 
     @contextmanager
     def agreed(self, doing: str) -> Iterator[None]:
-        """Let what fails in one rank's block fail on all, before any of them goes on to wait for it.
+        """Raise an error of one rank's block on all ranks, before any of them waits for that rank.
 
         Raises:
-            CheckpointError: naming the rank and the cause, where another rank failed. A rank's own error is raised as
-                it is.
+            CheckpointError: the block failed on another rank, which is named with the error. A rank's own error is
+                raised unchanged.
         """
         own: Exception | None = None
         try:
@@ -108,11 +118,12 @@ class Processes:
 
     @contextmanager
     def worded(self, doing: str, *, only_collectives: bool = True) -> Iterator[None]:
-        """Turn a failure of torch.distributed in the block into an error that names the operation and who is missing.
+        """Turn an error of torch.distributed in the block into one that names the operation and the missing ranks.
 
         Args:
-            doing: what is done, and to which path.
-            only_collectives: nothing else in the block raises a RuntimeError.
+            doing: see the class.
+            only_collectives: whether all RuntimeErrors of the block come from collectives. Default: True. If False,
+                they are told apart by their text.
 
         Raises:
             CheckpointError: a rank did not come in time, or the connection to one broke.
@@ -123,13 +134,13 @@ class Processes:
             if self.alone or not (only_collectives or _is_of_collectives(error)):
                 raise
             raise CheckpointError(
-                f"{doing} broke off while the ranks waited for each other: {self._missing(doing)} "
+                f"{doing} failed while the ranks waited for each other: {self._missing(doing)} "
                 f"({type(error).__name__}: {error}). All ranks must make the same calls in the same order; if one of "
                 "them is slow, give a longer timeout"
             ) from error
 
     def _missing(self, doing: str) -> str:
-        """Who does not report within a few seconds that the same operation has failed, in words."""
+        """Return, in words, which ranks do not report within a few seconds that the same operation failed for them."""
         try:
             key = f"torch_xla_ckpt/failed/{_name(self.group)}/{doing}"
             store = _dcp.default_store()
@@ -142,15 +153,15 @@ class Processes:
                     break
                 never.wait(_LOOK)
         except RuntimeError as error:
-            return f"rank 0 or the launcher is gone, with the store through which to ask who else ({error})"
+            return f"rank 0 or the launcher is gone, and with it the store that knows which other ranks are ({error})"
         if not silent:
-            return "all ranks came, and the connection between them broke"
+            return "all ranks came, but the connection between them broke"
         here = ", ".join(str(rank) for n, rank in enumerate(self.ranks) if n not in silent)
         return f"rank {', '.join(str(self.ranks[n]) for n in silent)} did not come, rank {here} did"
 
 
 def _is_of_collectives(error: RuntimeError) -> bool:
-    """Whether torch.distributed raised this because a rank did not answer. gloo has no type of its own for that."""
+    """Whether a collective raised the error because a rank did not answer. gloo's errors have no type of their own."""
     kind = getattr(dist, "DistError", None)
     if kind is not None and isinstance(error, kind):
         return True

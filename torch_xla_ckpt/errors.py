@@ -1,4 +1,4 @@
-"""What can go wrong, as exceptions that say what, why and what to do."""
+"""The exceptions of this package. Each message names what happened to which key or file, the reason, and a remedy."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ MismatchKind = Literal["missing", "shape", "type", "dtype", "unexpected", "ranks
 
 
 class CheckpointError(Exception):
-    """A checkpoint could not be saved or loaded. The base of every error raised by this package."""
+    """A checkpoint could not be saved or loaded. Base of all errors of this package."""
 
 
 class IncompleteCheckpointError(CheckpointError):
-    """Some elements of a tensor lie in no chunk, or in more than one.
+    """Some elements of a tensor are in no chunk, or in more than one.
 
     Attributes:
-        keys: the tensors concerned.
+        keys: the keys of these tensors.
     """
 
     def __init__(self, message: str, keys: Sequence[str] = ()):
@@ -26,22 +26,22 @@ class IncompleteCheckpointError(CheckpointError):
 
 
 class ConcurrentSaveError(CheckpointError):
-    """Another program saved to the same path while a save ran. The other checkpoint is whole."""
+    """Another program saved to the same path during this save. The other program's checkpoint is whole."""
 
 
 class ReplacedCheckpointError(CheckpointError):
-    """The checkpoint was replaced or removed while it was read. What is there now may be whole: read it again."""
+    """Another save replaced or removed the checkpoint while it was read. Read again: a new one may be there."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """Bytes of a checkpoint that are not what was written.
+    """A damaged byte range of a checkpoint's file.
 
     Args:
-        file: its name in the checkpoint's folder.
-        start, stop: the bytes concerned. Where the damage within them lies is not known.
-        keys: the tensors and objects that need these bytes.
-        what: what is wrong with them.
+        file: the file's name in the checkpoint's folder.
+        start, stop: the first byte, and the byte after the last one. The damage is anywhere between them.
+        keys: the keys of the tensors and objects that need these bytes.
+        what: a description of the damage.
     """
 
     file: str
@@ -57,10 +57,10 @@ class Damage:
 
 
 class CorruptCheckpointError(CheckpointError):
-    """Files of the checkpoint are not what was written.
+    """Bytes in files of the checkpoint are not those that were saved.
 
     Attributes:
-        damages: what was found before the load was given up. ``verify`` finds everything.
+        damages: the damage that was found until the load stopped. ``verify`` finds all damage.
     """
 
     def __init__(self, message: str, damages: Sequence[Damage] = ()):
@@ -70,11 +70,15 @@ class CorruptCheckpointError(CheckpointError):
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A key for which target and checkpoint do not fit each other.
+    """A key whose values in the target and in the checkpoint differ in a way that prevents loading.
 
-    ``kind`` is "missing" (the checkpoint lacks the key), "shape", "type" (one is a tensor, the other is not), "dtype"
-    or "unexpected" (the target lacks it), these two only where the policy says so, or "ranks" (a ``PerRank`` was saved
-    by another number of ranks). ``target`` and ``saved`` say what each side has.
+    Args:
+        key: the key in the target, or in the checkpoint if the target lacks it.
+        kind: "missing": the checkpoint lacks the key. "shape": the shapes differ. "type": one value is a tensor, the
+            other is not. "dtype": the dtypes differ, and the policy refuses to cast. "unexpected": the target lacks the
+            key, and the policy refuses that. "ranks": a ``PerRank`` was saved by another number of ranks.
+        target: the target's value, in words.
+        saved: the checkpoint's value, in words.
     """
 
     key: str
@@ -91,10 +95,10 @@ class Mismatch:
 
 
 class MismatchError(CheckpointError):
-    """The target and the checkpoint do not fit each other.
+    """Target and checkpoint differ in a way that prevents loading.
 
     Attributes:
-        mismatches: one ``Mismatch`` for each key concerned.
+        mismatches: one ``Mismatch`` for each key that differs.
     """
 
     def __init__(self, message: str, mismatches: Sequence[Mismatch] = ()):
@@ -103,11 +107,11 @@ class MismatchError(CheckpointError):
 
 
 class UnsafeObjectError(CheckpointError):
-    """An item of the checkpoint can only be loaded by running code named in the file.
+    """Loading an object of the checkpoint would run code that the file names.
 
     Attributes:
-        key: the item.
-        types: the qualified names it asks for, where they could be read.
+        key: the key of the object.
+        types: the qualified names of the types that the object needs, as far as they could be read.
     """
 
     def __init__(self, message: str, key: str = "", types: Sequence[str] = ()):

@@ -1,4 +1,4 @@
-"""Any mesh to any mesh, bit for bit: random meshes, device orders, specs, shapes and dtypes on both sides."""
+"""Resharding from any mesh to any mesh, bit for bit: random meshes, device orders, specs, shapes and dtypes."""
 
 import shutil
 import tempfile
@@ -21,9 +21,9 @@ MESHES = [(8,), (1, 8), (8, 1), (2, 4), (4, 2), (2, 2, 2), (1, 4, 2), (4, 1, 2)]
 
 @st.composite
 def placements(draw, tensor_shape):
-    """A mesh and a partition spec: each mesh axis on one dimension or on none, several on one dimension too.
+    """A mesh, a device order and a partition spec. Each mesh axis shards one dimension or none.
 
-    torch_xla cannot cut a tensor that has no elements.
+    torch_xla cannot shard a tensor without elements.
     """
     shape = draw(st.sampled_from(MESHES))
     order = draw(st.one_of(st.none(), st.permutations(range(8))))

@@ -283,7 +283,7 @@ def test_what_failed_in_the_background_is_raised(tmp_path, then, monkeypatch):
         for save in manager._stager._saves:
             save.wait()
     arguments = (3, state(3)) if then.startswith("save") else ()
-    with pytest.raises(xc.CheckpointError, match=r"an earlier save in the background failed: .*disk on fire"):
+    with pytest.raises(xc.CheckpointError, match=r"an earlier async save failed: .*disk on fire"):
         getattr(manager, then)(*arguments)
     assert manager.all_steps() == ([1, 3] if then == "save" else [1])  # a save that can be made is made first
     manager.close()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import torch_xla_ckpt as xc
-from torch_xla_ckpt.restoring import require_restorable
+from torch_xla_ckpt.restoring.restore import require_restorable
 
 
 def require(name, value):

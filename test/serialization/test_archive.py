@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import torch_xla_ckpt as xc
+from support.objects import HARMLESS, Colour, Config, Point
+from torch_xla_ckpt.serialization import MAX_DEPTH
 from torch_xla_ckpt.serialization.archive import Archive, ArchiveError
 from torch_xla_ckpt.serialization.objects import decode, encode
-from torch_xla_ckpt.state.tree import MAX_DEPTH
 
 
 def saved(value):
@@ -298,8 +299,6 @@ def test_a_save_warns_of_tensors_of_a_subclass(tmp_path, caplog):
 
 
 def test_harmless_items_need_nothing_and_others_just_what_a_load_refuses():
-    from test_planner_objects import HARMLESS, Colour, Config, Point
-
     for value in HARMLESS:
         assert not encode("key", value, torch.Tensor.cpu).needs
     for value in (Colour.RED, Config(1, "x"), [Point(1, 2), {"a": Colour.RED}], np.add, threading.Event):

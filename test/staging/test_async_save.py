@@ -1,4 +1,4 @@
-"""Saving in the background, in both modes: what is saved is the state of the call, and what goes wrong is said."""
+"""Async saves in both modes, by our call and by DCP's: they save the state of the call, and report their errors."""
 
 import asyncio
 import datetime
@@ -24,8 +24,9 @@ from support.async_saves import DTYPES, agree, layouts, loaded, start
 from support.meshes import mesh, put, random_bits, same_bits, settle, spec_of
 from support.training import Training, compiled, on_host
 from torch_xla_ckpt.device import Snapshot, access_of, xla
+from torch_xla_ckpt.staging import Upload
 from torch_xla_ckpt.staging.capture import Capture
-from torch_xla_ckpt.staging.upload import Upload
+from torch_xla_ckpt.staging.dcp_async import StagedState
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -33,15 +34,15 @@ MODES = ("device", "host")
 WAYS = ("xc", "dcp")
 
 
-def tree(path, *keys):
-    """Parts of a checkpoint as they were saved."""
+def values_of(path, *keys):
+    """Load some keys of a checkpoint without a target."""
     found = dict.fromkeys(keys)
     xc.load(found, path)
     return found
 
 
 class Gate(xc.ShardWriter):
-    """Storage that waits to be let through, or fails."""
+    """Storage whose writes wait until ``opened`` is set, and then raise ``error`` if there is one."""
 
     def __init__(self, path, error=None, **options):
         super().__init__(path, sync=False, **options)
@@ -55,11 +56,11 @@ class Gate(xc.ShardWriter):
         return super().write_data(plan, planner)
 
 
-# The snapshot.
+# The copy.
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_fifty_saves_at_random_steps_of_training_hold_each_its_steps_state(tmp_path, mode):
+def test_each_of_fifty_saves_during_training_holds_the_state_of_its_step(tmp_path, mode):
     training, chance = Training(), random.Random(7)
     expected, handles = {}, {}
     compiled_after = []
@@ -88,7 +89,7 @@ def test_fifty_saves_at_random_steps_of_training_hold_each_its_steps_state(tmp_p
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mode", MODES)
-def test_nothing_that_changes_after_the_call_is_saved(tmp_path, mode, way):
+def test_changes_after_the_call_are_not_saved(tmp_path, mode, way):
     on = mesh((4, 2))
     state = {
         "tiled": put(torch.ones(8, 6), on, ("a", "b")),
@@ -156,7 +157,7 @@ def test_nothing_that_changes_after_the_call_is_saved(tmp_path, mode, way):
 
 @pytest.mark.parametrize("part_bytes", [1 << 30, 100])
 @pytest.mark.parametrize("mode", MODES)
-def test_every_dtype(tmp_path, mode, part_bytes):
+def test_every_dtype_is_copied_exactly(tmp_path, mode, part_bytes):
     on = mesh((2, 4))
     hosts = {str(dtype): random_bits((8, 12), dtype, n) for n, dtype in enumerate(DTYPES)}
     state = {key: put(host, on, (None, "b") if n % 2 else ("b", "a")) for n, (key, host) in enumerate(hosts.items())}
@@ -211,10 +212,10 @@ def test_any_layout_is_copied_exactly_in_parts_of_any_size(cases, part_bytes):
                 whole[box.slices] = data
         assert same_bits(whole, host)
         if part_bytes < host.nbytes and key in whole_everywhere and host.numel() > 1:
-            assert len(set(layout.parts.values())) > 1  # a part is really only a part
+            assert len(set(layout.parts.values())) > 1  # the tensor really has several parts
 
 
-def test_what_is_fetched_at_a_time_is_no_more_than_a_part(tmp_path):
+def test_no_more_than_part_bytes_are_fetched_at_a_time(tmp_path):
     on = mesh((4, 2))
     state = {
         "fully tiled": put(torch.rand(64, 64), on, ("a", "b")),
@@ -235,7 +236,7 @@ def test_what_is_fetched_at_a_time_is_no_more_than_a_part(tmp_path):
         assert max(access.host_bytes(snapshot, layout, part) for part in parts) <= 4096, key
 
 
-def test_a_save_leaves_the_random_numbers_and_the_pending_step_alone(tmp_path):
+def test_a_save_changes_neither_random_numbers_nor_the_pending_step(tmp_path):
     def run(save):
         xm.set_rng_state(5)
         tensor = put(torch.zeros(64), mesh((8,)), ("a",))
@@ -259,12 +260,12 @@ def test_a_save_leaves_the_random_numbers_and_the_pending_step_alone(tmp_path):
 # Modes.
 
 
-def test_auto_takes_the_host_where_the_device_does_not_tell_its_memory(tmp_path, caplog, monkeypatch):
+def test_auto_copies_to_the_host_if_the_device_does_not_report_its_memory(tmp_path, caplog, monkeypatch):
     state = {"t": put(torch.ones(8, 1024), mesh((8,)), ("a", None))}  # 4096 bytes on each device
     monkeypatch.setattr(xla, "memory_left", lambda: None)
     caplog.set_level(logging.INFO, "torch_xla_ckpt")
     for limit, mode, reason in (
-        (None, "host", "does not tell its free memory"),
+        (None, "host", "does not report its free memory"),
         (4095, "host", "a copy takes 4,096 bytes on each device, and device_memory_limit is 4,095"),
         (4096, "device", "a copy takes 4,096 bytes on each device, and device_memory_limit is 4,096"),
     ):
@@ -275,7 +276,7 @@ def test_auto_takes_the_host_where_the_device_does_not_tell_its_memory(tmp_path,
             assert f"copied in mode '{mode}'" in caplog.text and reason in caplog.text
 
 
-def test_auto_takes_the_devices_where_they_report_room(tmp_path, monkeypatch):
+def test_auto_copies_on_devices_that_report_enough_free_memory(tmp_path, monkeypatch):
     state = {"t": put(torch.ones(8, 1024), mesh((8,)), ("a", None))}
     for used, mode in ((10_000 - 4096, "device"), (10_000 - 4095, "host")):
         info = {"bytes_limit": 10_000, "bytes_used": 1, "peak_bytes_used": used}
@@ -297,7 +298,7 @@ def test_a_limit_splits_the_state_between_devices_and_host(tmp_path):
 
 
 @pytest.mark.parametrize("reuse", [True, False])
-def test_the_host_mode_uses_its_memory_again_only_if_told_to(tmp_path, reuse):
+def test_host_mode_reuses_memory_only_with_reuse_buffers(tmp_path, reuse):
     state = {"t": put(torch.rand(512, 1024), mesh((8,)), None)}  # 2 MiB
     at = []
     with xc.SPMDStager("host", reuse_buffers=reuse) as stager:
@@ -305,18 +306,18 @@ def test_the_host_mode_uses_its_memory_again_only_if_told_to(tmp_path, reuse):
             capture = stager._capture.take(state, lambda: None, xc.Timeline())
             (data,) = capture.snapshots[0].data_or_raise().fetch(0).values()
             at.append(data.data_ptr())
-            held = [data] if n == 1 else []  # what is still in use is not given out again
+            held = [data] if n == 1 else []  # memory in use is not reused
             capture.snapshots[0].release()
             del data, capture
             agree({"t": held[0]} if held else {}, {"t": state["t"].cpu()} if held else {})
     assert (at[0] == at[1]) >= reuse
 
 
-# Order and overlap.
+# Order of saves.
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_second_save_waits_for_a_slot_and_says_so(tmp_path, caplog, way):
+def test_a_second_save_waits_for_a_slot_and_logs_it(tmp_path, caplog, way):
     caplog.set_level(logging.INFO, "torch_xla_ckpt")
     gate = Gate(tmp_path / "first")
     with xc.SPMDStager("host") as stager:
@@ -354,7 +355,7 @@ def test_pending_saves_are_committed_in_order(tmp_path):
 
 @pytest.mark.parametrize("save", ["xc.save", "dcp.save", "another stager", "stock writer"])
 @pytest.mark.parametrize("way", WAYS)
-def test_saves_of_one_path_take_turns(tmp_path, way, save):
+def test_saves_to_one_path_run_one_after_the_other(tmp_path, way, save):
     path = tmp_path / "c"
     gate = Gate(path)
 
@@ -375,16 +376,16 @@ def test_saves_of_one_path_take_turns(tmp_path, way, save):
         assert gate.reached.wait(60)
         thread = threading.Thread(target=again)
         thread.start()
-        xc.save({"n": 3}, tmp_path / "elsewhere")  # is not held up
+        xc.save({"n": 3}, tmp_path / "elsewhere")  # does not wait
         thread.join(0.3)
         assert thread.is_alive() and not (path / ".metadata").exists()
         gate.opened.set()
         thread.join(60)
         handle.upload_completion.result(60)
-    assert tree(path, "n") == {"n": 2}
+    assert values_of(path, "n") == {"n": 2}
 
 
-def test_saves_and_saves_in_the_background_mix_while_training(tmp_path):
+def test_sync_and_async_saves_to_the_same_paths_mix_while_training(tmp_path):
     training, chance = Training(), random.Random(3)
     expected = {}
     with xc.SPMDStager("device", part_bytes=4096, max_pending=2) as stager:
@@ -405,7 +406,7 @@ def test_saves_and_saves_in_the_background_mix_while_training(tmp_path):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_failed_save_is_raised_once_more_only_if_nobody_asked(tmp_path, way):
+def test_the_next_call_raises_the_error_of_a_save_only_if_nobody_read_it(tmp_path, way):
     xc.save({"n": 0}, tmp_path / "c")
     with xc.SPMDStager("host") as stager:
         for asked in ("result", "exception", None):
@@ -418,25 +419,25 @@ def test_a_failed_save_is_raised_once_more_only_if_nobody_asked(tmp_path, way):
                     handle.upload_completion.result(60)
             elif asked == "exception":
                 assert text in str(handle.upload_completion.exception(60))
-        with pytest.raises(xc.CheckpointError, match=f"an earlier save in the background failed: .*{text}"):
+        with pytest.raises(xc.CheckpointError, match=f"an earlier async save failed: .*{text}"):
             start(way, {"n": 2}, tmp_path / "c", stager)
-        assert tree(tmp_path / "c", "n") == {"n": 0}
+        assert values_of(tmp_path / "c", "n") == {"n": 0}
         start(way, {"n": 2}, tmp_path / "c", stager).upload_completion.result(60)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_closing_raises_what_nobody_asked_about(tmp_path, way, caplog):
+def test_close_raises_an_error_that_nobody_read(tmp_path, way, caplog):
     gate = Gate(tmp_path / "c", OSError("disk on fire"))
     gate.opened.set()
     with pytest.raises(xc.CheckpointError, match="disk on fire"), xc.SPMDStager("host") as stager:
         start(way, {"n": 1}, None, stager, gate)
-    assert f"the save to {tmp_path / 'c'} failed in the background" in caplog.text
-    stager.close()  # once
+    assert f"the async save to {tmp_path / 'c'} failed" in caplog.text
+    stager.close()  # raises the error only once
     with pytest.raises(xc.CheckpointError, match="the stager is closed"):
         start(way, {"n": 1}, tmp_path / "c", stager)
 
 
-def test_an_error_of_the_block_goes_before_that_of_a_save(tmp_path, caplog):
+def test_an_error_of_the_block_is_raised_before_an_error_of_a_save(tmp_path, caplog):
     gate = Gate(tmp_path / "c", OSError("disk on fire"))
     gate.opened.set()
     with pytest.raises(ZeroDivisionError), xc.SPMDStager("host") as stager:
@@ -445,7 +446,7 @@ def test_an_error_of_the_block_goes_before_that_of_a_save(tmp_path, caplog):
     assert "disk on fire" in caplog.text
 
 
-def test_a_wait_that_is_too_short_does_not_count_as_asking(tmp_path):
+def test_a_wait_that_times_out_does_not_count_as_reading_the_error(tmp_path):
     gate = Gate(tmp_path / "c", OSError("disk on fire"))
     with xc.SPMDStager("host") as stager:
         handle = xc.async_save({"n": 1}, storage_writer=gate, stager=stager)
@@ -459,7 +460,7 @@ def test_a_wait_that_is_too_short_does_not_count_as_asking(tmp_path):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_cannot_be_copied_is_an_error_of_the_call(tmp_path, way):
+def test_a_value_that_cannot_be_copied_is_an_error_of_the_call(tmp_path, way):
     bad = {
         "lock": (threading.Lock(), "'bad.lock'"),
         "meta": (torch.ones(2, device="meta"), "'bad.meta'.*no data"),
@@ -475,7 +476,7 @@ def test_what_cannot_be_copied_is_an_error_of_the_call(tmp_path, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_cancelled_save_leaves_what_was_there(tmp_path, way):
+def test_a_cancelled_save_leaves_the_previous_checkpoint(tmp_path, way):
     xc.save({"t": torch.zeros(4)}, tmp_path / "c")
     before = sorted(file.name for file in (tmp_path / "c").iterdir())
     gate = Gate(tmp_path / "c")
@@ -485,7 +486,7 @@ def test_a_cancelled_save_leaves_what_was_there(tmp_path, way):
     handles.append(start(way, {"t": torch.ones(4)}, tmp_path / "d", stager))
     closing = threading.Thread(target=lambda: stager.close(cancel=True))
     closing.start()
-    while not all(save.cancelled for save in stager._saves):
+    while not all(save.is_cancelled for save in stager._saves):
         closing.join(0.01)
     gate.opened.set()
     closing.join(60)
@@ -496,24 +497,22 @@ def test_a_cancelled_save_leaves_what_was_there(tmp_path, way):
     assert not (tmp_path / "d").exists() or not list((tmp_path / "d").iterdir())
 
 
-def test_an_interrupt_between_dcps_hand_over_and_its_return_loses_only_that_save(tmp_path, monkeypatch):
-    from torch_xla_ckpt.staging.upload import Staged
-
-    done = Staged.done
+def test_an_interrupt_before_dcp_hands_its_save_over_loses_only_that_save(tmp_path, monkeypatch):
+    done = StagedState.done
 
     def interrupted(self):
         raise KeyboardInterrupt
 
     with xc.SPMDStager("host") as stager:
-        monkeypatch.setattr(Staged, "done", interrupted)
+        monkeypatch.setattr(StagedState, "done", interrupted)
         with pytest.raises(KeyboardInterrupt):
             start("dcp", {"n": 1}, tmp_path / "c", stager)
-        monkeypatch.setattr(Staged, "done", done)
+        monkeypatch.setattr(StagedState, "done", done)
         start("dcp", {"n": 2}, tmp_path / "c", stager).upload_completion.result(60)
-    assert tree(tmp_path / "c", "n") == {"n": 2}
+    assert values_of(tmp_path / "c", "n") == {"n": 2}
 
 
-def test_another_planner_is_refused_with_the_remedy(tmp_path):
+def test_another_planner_is_refused_and_the_error_names_the_right_one(tmp_path):
     with xc.SPMDStager("host") as stager:
         for state in ({"t": torch.ones(3)}, {"n": [1]}):
             handle = dcp.async_save(state, checkpoint_id=tmp_path / "c", async_stager=stager)
@@ -523,13 +522,13 @@ def test_another_planner_is_refused_with_the_remedy(tmp_path):
                 handle.upload_completion.result(60)
 
 
-# What stays the user's.
+# Resources.
 
 
 def test_snapshots_are_released_when_the_save_has_ended(tmp_path):
     state = {"t": put(torch.rand(64, 64), mesh((8,)), ("a", None))}
     with xc.SPMDStager("device") as stager:
-        planner = xc.SPMDSavePlanner()  # somebody keeps it
+        planner = xc.SPMDSavePlanner()  # the caller keeps it
         dcp.async_save(
             state, checkpoint_id=tmp_path / "c", planner=planner, async_stager=stager
         ).upload_completion.result(60)
@@ -540,7 +539,7 @@ def test_snapshots_are_released_when_the_save_has_ended(tmp_path):
             held.tensor.data_or_raise()
 
 
-def test_threads_end_with_their_saves_and_log_levels_stay(tmp_path):
+def test_threads_end_with_their_stager_and_log_levels_stay(tmp_path):
     levels = {name: logging.getLogger(name).level for name in ("", "torch_xla_ckpt", "torch", "torch_xla")}
     before = set(threading.enumerate())
     with xc.SPMDStager("device") as stager:
@@ -554,7 +553,7 @@ def test_threads_end_with_their_saves_and_log_levels_stay(tmp_path):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_dcps_own_writer(tmp_path, mode, threads):
+def test_dcps_own_writer_saves_the_copy(tmp_path, mode, threads):
     training = Training()
     training.step()
     expected = on_host(training.state())
@@ -565,7 +564,7 @@ def test_dcps_own_writer(tmp_path, mode, threads):
             agree(loaded(tmp_path / way), expected)
 
 
-def test_a_stager_without_a_process_group_and_states_of_any_kind(tmp_path):
+def test_states_of_any_kind_are_saved_without_a_process_group(tmp_path):
     class Late:
         def state_dict(self):
             return {"x": torch.ones(2), "n": 3}
@@ -582,13 +581,13 @@ def test_a_stager_without_a_process_group_and_states_of_any_kind(tmp_path):
         assert flatten_state_dict(loaded(tmp_path / "3"))[0].keys() == {"late.x", "late.n"}
 
 
-def test_options_that_make_no_sense():
+def test_impossible_options_are_refused():
     for options in ({"mode": "gpu"}, {"part_bytes": 0}, {"max_pending": 0}, {"device_memory_limit": -1}):
         with pytest.raises(ValueError):
             xc.SPMDStager(**options)
 
 
-def test_the_upload_can_be_awaited(tmp_path):
+def test_the_upload_future_can_be_awaited(tmp_path):
     async def run():
         with xc.SPMDStager() as stager:
             handle = xc.async_save({"n": 1}, tmp_path / "c", stager=stager)
@@ -598,7 +597,7 @@ def test_the_upload_can_be_awaited(tmp_path):
     assert asyncio.run(run()).storage_meta.save_id
 
 
-def test_the_timeline_shows_every_lane_and_opens_in_perfetto(tmp_path):
+def test_the_timeline_has_every_thread_and_its_trace_is_valid(tmp_path):
     state = {str(n): put(torch.rand(512, 1024), mesh((8,)), ("a", None)) for n in range(4)}
     with xc.SPMDStager("device") as stager:
         handle = xc.async_save(state, tmp_path / "c", stager=stager)

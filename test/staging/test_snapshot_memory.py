@@ -1,4 +1,4 @@
-"""Async saves use the memory of earlier ones again, know what virtual devices have left, and give everything back."""
+"""Memory of async saves: copies reuse the memory of earlier copies, fit into free memory, and are freed at the end."""
 
 import gc
 import logging
@@ -30,7 +30,7 @@ def taken(capture, state):
 
 
 def end(captured):
-    """What the end of a save does."""
+    """Release the copies, as the end of a save does."""
     for snapshot in captured.snapshots:
         snapshot.release()
 
@@ -54,10 +54,10 @@ def large(number=4):
     return {str(n): put(torch.rand(2048, 2048), mesh((4, 2)), ("a", "b")) for n in range(number)}
 
 
-# Mode "auto" and the memory of virtual devices.
+# Mode "auto" and the free memory of virtual devices.
 
 
-def test_auto_without_options_copies_on_virtual_devices_that_have_room(tmp_path):
+def test_auto_copies_on_virtual_devices_with_enough_free_memory(tmp_path):
     state = {"t": put(torch.rand(64, 64), mesh((8,)), ("a", None))}
     with xc.SPMDStager() as stager:
         handle = xc.async_save(state, tmp_path / "c", stager=stager)
@@ -65,7 +65,7 @@ def test_auto_without_options_copies_on_virtual_devices_that_have_room(tmp_path)
     agree(loaded(tmp_path / "c"), on_host(state))
 
 
-def test_auto_takes_the_host_when_a_copy_is_larger_than_the_memory_left(tmp_path, monkeypatch):
+def test_auto_copies_to_the_host_if_a_copy_is_larger_than_the_free_memory(tmp_path, monkeypatch):
     state = {"t": put(torch.rand(2048, 2048), mesh((8,)), None)}  # replicated: 16 MiB on each of eight devices
     for left, mode in ((16 * MIB, "device"), (16 * MIB - 1, "host")):
         monkeypatch.setattr(xla, "memory_left", lambda left=left: left)
@@ -73,19 +73,19 @@ def test_auto_takes_the_host_when_a_copy_is_larger_than_the_memory_left(tmp_path
             assert xc.async_save(state, tmp_path / "c", stager=stager).choice.mode == mode
 
 
-def test_memory_that_is_kept_for_the_next_copy_counts_as_free(monkeypatch):
+def test_memory_kept_for_the_next_copy_counts_as_free(monkeypatch):
     state = large(1)
     capture = Capture("auto", None, 1 << 30, True, access_of)
     left = [2 * MIB]
     monkeypatch.setattr(xla, "memory_left", lambda: left[0])
     end(taken(capture, state))
-    left[0] = 0  # all that was free is kept now
+    left[0] = 0  # all free memory is kept for the next copy now
     captured = taken(capture, state)
     assert captured.choice.mode == "device"
     agree({"0": assembled(captured.snapshots[0])}, on_host(state))
 
 
-def test_devices_that_report_nothing_are_warned_about_once_with_what_to_set(tmp_path, monkeypatch, caplog):
+def test_one_warning_names_the_option_to_set_for_devices_that_report_no_memory(tmp_path, monkeypatch, caplog):
     state = {"t": put(torch.ones(8, 1024), mesh((8,)), ("a", None))}  # 4096 bytes on each device
     monkeypatch.setattr(xla, "memory_left", lambda: None)
     monkeypatch.setattr(capturing, "_warned", False)
@@ -99,7 +99,7 @@ def test_devices_that_report_nothing_are_warned_about_once_with_what_to_set(tmp_
 
 
 @pytest.mark.parametrize("options", [{"mode": "host"}, {"mode": "device"}, {"device_memory_limit": 1}])
-def test_who_has_chosen_is_not_warned(tmp_path, monkeypatch, caplog, options):
+def test_an_explicit_mode_or_limit_gets_no_warning(tmp_path, monkeypatch, caplog, options):
     monkeypatch.setattr(xla, "memory_left", lambda: None)
     monkeypatch.setattr(capturing, "_warned", False)
     with xc.SPMDStager(**options) as stager:
@@ -107,7 +107,7 @@ def test_who_has_chosen_is_not_warned(tmp_path, monkeypatch, caplog, options):
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-# Copies on virtual devices overwrite the last ones.
+# Copies on virtual devices overwrite earlier copies.
 
 
 def test_a_copy_on_virtual_devices_touches_no_new_memory():
@@ -143,11 +143,11 @@ def test_a_copy_that_is_still_in_use_is_not_overwritten():
                 assert assembled(captured.snapshots[0]).eq(before).all()
 
 
-def test_what_a_fetch_still_reads_is_not_overwritten_when_its_save_has_ended():
+def test_a_copy_that_a_fetch_still_reads_is_not_overwritten_after_its_save():
     state = {"t": put(torch.zeros(1024, 1024), mesh((4, 2)), ("a", "b"))}
     capture = Capture("device", None, 1 << 30, True, access_of)
     first = taken(capture, state)
-    data = first.snapshots[0].data_or_raise()  # as a thread holds it that has been given up
+    data = first.snapshots[0].data_or_raise()  # as a thread of a cancelled save still holds it
     end(first)
     with torch.no_grad():
         state["t"].fill_(1)
@@ -158,7 +158,7 @@ def test_what_a_fetch_still_reads_is_not_overwritten_when_its_save_has_ended():
 
 
 @pytest.mark.parametrize("part_bytes", [1 << 30, 1 << 20])
-def test_every_dtype_survives_being_written_over_another_copy(part_bytes):
+def test_every_dtype_is_exact_in_a_copy_that_overwrites_another(part_bytes):
     on = mesh((2, 4))
     capture = Capture("device", None, part_bytes, True, access_of)
     for round_ in range(3):
@@ -176,7 +176,7 @@ def test_every_dtype_survives_being_written_over_another_copy(part_bytes):
 
 @settings(max_examples=60)
 @given(st.lists(layouts(), min_size=1, max_size=3), st.integers(1, 200))
-def test_any_layout_is_exact_when_copies_of_any_size_are_kept(cases, part_bytes):
+def test_any_layout_is_exact_in_a_copy_that_overwrites_another(cases, part_bytes):
     least, xla._LEAST_KEPT = xla._LEAST_KEPT, 0
     try:
         capture = Capture("device", None, part_bytes, True, access_of)
@@ -196,7 +196,7 @@ def test_any_layout_is_exact_when_copies_of_any_size_are_kept(cases, part_bytes)
         xla._LEAST_KEPT = least
 
 
-def test_tensors_that_share_data_are_copied_apart_again_and_again():
+def test_tensors_that_share_data_get_separate_copies_every_time():
     t = put(torch.rand(1024, 1024), mesh((4, 2)), ("a", "b"))
     state = {"a": t, "b": t, "c": t.detach(), "d": t.view(-1)}
     capture = Capture("device", None, 1 << 30, True, access_of)
@@ -210,7 +210,7 @@ def test_tensors_that_share_data_are_copied_apart_again_and_again():
 
 @pytest.mark.parametrize("max_pending", [1, 3])
 @pytest.mark.parametrize("mode", ["auto", "device", "host"])
-def test_fifty_saves_that_share_memory_hold_each_its_own_step(tmp_path, mode, max_pending, monkeypatch):
+def test_each_of_fifty_saves_that_reuse_memory_holds_its_own_step(tmp_path, mode, max_pending, monkeypatch):
     monkeypatch.setattr(xla, "_LEAST_KEPT", 0)
     training, chance, handles, step = Training(), random.Random(11), {}, 0
     with xc.SPMDStager(mode, part_bytes=4096, max_pending=max_pending) as stager:
@@ -226,7 +226,7 @@ def test_fifty_saves_that_share_memory_hold_each_its_own_step(tmp_path, mode, ma
             assert agree(loaded(tmp_path / str(number)), on_host(replayed.state()))
 
 
-# What is kept is bounded, and given back.
+# Kept memory is bounded, and freed.
 
 
 def kept_bytes(capture):
@@ -237,7 +237,7 @@ def kept_bytes(capture):
 
 
 @pytest.mark.parametrize("mode", ["device", "host"])
-def test_what_is_kept_is_never_more_than_one_copy_and_nothing_after_close(mode):
+def test_at_most_one_copy_is_kept_and_none_after_close(mode):
     state = large()
     nbytes = sum(t.nbytes for t in state.values())
     with xc.SPMDStager(mode) as stager:
@@ -247,18 +247,18 @@ def test_what_is_kept_is_never_more_than_one_copy_and_nothing_after_close(mode):
             end(several.pop())
         gc.collect()
         assert kept_bytes(capture) == nbytes
-        end(taken(capture, {"0": state["0"]}))  # other states keep what they need, and no more
+        end(taken(capture, {"0": state["0"]}))  # a smaller state keeps less
         assert kept_bytes(capture) == nbytes // 4
         end(taken(capture, state))
         assert kept_bytes(capture) == nbytes
         last = taken(capture, state)
     assert kept_bytes(capture) == 0
-    end(last)  # too late: it is freed
+    end(last)  # after close, its memory is freed
     assert kept_bytes(capture) == 0
 
 
 @pytest.mark.parametrize("mode", ["device", "host"])
-def test_nothing_is_kept_without_reuse_buffers(mode):
+def test_no_memory_is_kept_without_reuse_buffers(mode):
     state = large(1)
     with xc.SPMDStager(mode, reuse_buffers=False) as stager:
         for _ in range(2):
@@ -268,7 +268,7 @@ def test_nothing_is_kept_without_reuse_buffers(mode):
             assert kept_bytes(stager._capture) == 0
 
 
-def test_a_host_that_runs_short_gets_back_what_copies_on_its_devices_kept(monkeypatch):
+def test_kept_memory_is_freed_when_the_host_runs_short(monkeypatch):
     state = large(1)
     capture = Capture("auto", None, 1 << 30, True, access_of)
     end(taken(capture, state))
@@ -293,7 +293,7 @@ def test_accelerators_keep_no_copies(monkeypatch):
 # Copies in host memory.
 
 
-def test_a_host_copy_is_not_copied_a_second_time():
+def test_a_host_copy_touches_no_new_memory():
     state = large()  # 16,384 pages, in shards that the allocator keeps on its heap
     capture = Capture("host", None, 16 * MIB, True, access_of)
     touched = []
@@ -306,4 +306,4 @@ def test_a_host_copy_is_not_copied_a_second_time():
         end(captured)
         del captured
     assert min(touched[2:]) < 4000, touched
-    assert not capture._buffers._free  # that memory is for tensors that were in host memory before
+    assert not capture._buffers._free  # those buffers are for tensors of the program in host memory

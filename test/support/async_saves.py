@@ -1,4 +1,4 @@
-"""Async saves by each call that makes them, what they left, and states of any layout for them."""
+"""Async saves by each call that makes them, what they saved, and random layouts for their states."""
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -15,7 +15,7 @@ DTYPES = [
 
 
 def start(way, state, path, stager, writer=None):
-    """A save in the background, by our function or by DCP's; both return an object with the same two futures."""
+    """Begin an async save by our call or DCP's; both return an object with the same two futures."""
     if way == "xc":
         return xc.async_save(state, path, stager=stager, storage_writer=writer)
     return dcp.async_save(
@@ -24,7 +24,7 @@ def start(way, state, path, stager, writer=None):
 
 
 def loaded(path):
-    """A checkpoint's content by key, read by stock DCP without a target."""
+    """Load a whole checkpoint by key with stock DCP, without a target."""
     metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     state = {
         key: torch.zeros(saved.size, dtype=saved.properties.dtype) if hasattr(saved, "size") else None

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_xla_ckpt as xc
 from support.fault_injection import REFUSALS, Audit, Blow, Trap, read_notes
+from torch_xla_ckpt import coordination
 from torch_xla_ckpt.storage import files
 
 FORK = multiprocessing.get_context("fork")
@@ -168,6 +169,7 @@ def host(case, rank, blow, place):
     path = place / "run" / "checkpoint"
     warned, audit = Warned(), Audit(path)
     if case.world > 1:
+        coordination._PATIENCE = 0.5  # the survivor asks for the other rank so long
         rendezvous = f"file://{place}/rendezvous"
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=case.world, timeout=GLOO)
     own_blow = blow if blow is not None and blow.rank == rank else None

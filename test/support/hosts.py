@@ -1,16 +1,15 @@
 """Simulated hosts: real processes over gloo, each acting for its share of the eight devices.
 
 The CPU runtime is one process, so every process has all eight devices; ``ShareAccess`` hides the others' shards.
-Run as a program, this module is one host: ``python -m support.hosts RANK WORLD RENDEZVOUS SCENARIO FOLDER``.
+``host`` is the program of one of them.
 """
 
 import dataclasses
 import logging
-import subprocess
 import sys
 from pathlib import Path
 
-from support.paths import environment
+from support.programs import Program, wait_for_all
 
 TIMEOUT = 200  # seconds; a hang fails the test
 
@@ -20,30 +19,25 @@ def run(world, scenario, folder, dying=()):
 
     Fails if any of them did, but for those that are to die.
     """
-    rendezvous = Path(folder) / f"rendezvous-{scenario}-{world}"
-    command = [sys.executable, "-m", "support.hosts"]
-    hosts = [
-        subprocess.Popen(
-            [*command, str(rank), str(world), str(rendezvous), scenario, str(folder)],
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
+    folder = Path(folder)
+    rendezvous = folder / f"rendezvous-{scenario}-{world}"
+    outputs = [folder / f"output-{scenario}-{world}-{rank}.txt" for rank in range(world)]
+    programs = [
+        Program(host, (rank, world, str(rendezvous), scenario, str(folder)), output)
+        for rank, output in enumerate(outputs)
     ]
     try:
-        said = [host.communicate(timeout=TIMEOUT)[0] for host in hosts]
-    finally:
-        for host in hosts:
-            host.kill()
+        statuses = wait_for_all(programs, TIMEOUT)
+    except TimeoutError as error:
+        statuses = [str(error)] * world
+    printed = [output.read_text() for output in outputs]
     failed = [
-        f"host {rank} of {world}:\n{text}"
-        for rank, (host, text) in enumerate(zip(hosts, said))
-        if (host.returncode == 0) == (rank in dying)
+        f"host {rank} of {world} ended with {status}:\n{text}"
+        for rank, (status, text) in enumerate(zip(statuses, printed))
+        if (status == 0) == (rank in dying)
     ]
     assert not failed, "\n".join(failed)
-    return said
+    return printed
 
 
 def share(devices, rank, world):
@@ -73,19 +67,16 @@ def share_access(rank, world):
     return lambda tensor: ShareAccess() if tensor.device.type == "xla" else access_of(tensor)
 
 
-def main():
-    rank, world, rendezvous, scenario, folder = sys.argv[1:]
+def host(rank, world, rendezvous, scenario, folder):
+    """Act as one host: run a scenario in this process."""
     import torch.distributed as dist
 
     from support.scenarios import async_saves, manager, per_rank, save_load
 
     logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(name)s: %(message)s")
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=int(world))
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     modules = (save_load, async_saves, manager, per_rank)
-    run = next(getattr(module, scenario) for module in modules if hasattr(module, scenario))
-    run(int(rank), int(world), folder)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    getattr(next(module for module in modules if hasattr(module, scenario)), scenario)(rank, world, folder)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

@@ -1,19 +1,16 @@
-"""Ranks as small processes: they are forked from one that has imported all it takes and has no torch_xla."""
+"""Ranks as processes without devices, for scenarios that a test module defines."""
 
 import importlib.util
 import inspect
 import logging
-import multiprocessing
 import os
 import traceback
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from support.programs import PROCESSES
 from torch_xla_ckpt import coordination
-
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["moto.server", "boto3", "s3fs", "torch_xla_ckpt"])
 
 
 def run(scenario, folder, world=2, *arguments):

@@ -25,7 +25,7 @@ from botocore.config import Config
 from moto.server import ThreadedMotoServer
 
 import torch_xla_ckpt as xc
-from support.rank_processes import PROCESSES
+from support.programs import PROCESSES
 
 HELD_AT_MOST = 60  # seconds; then a request that is held is let go, so that a test fails instead of hanging
 

@@ -16,14 +16,13 @@ import hashlib
 import json
 import random
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 
-from support.paths import environment
+from support import devices
+from support.programs import Program
 
 MESHES = ("8x1", "4x2", "2x4", "1x8")
 LATEST, EVERY = 2, 100
@@ -105,11 +104,8 @@ class Chain:
         self.check_steps()
 
     def start(self, number, rank, world):
-        env = environment(OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
-        command = [sys.executable, "-m", "support.soak", "--train"]
-        arguments = [self.place, str(self.folder), str(number), self.mesh, str(rank), str(world), repr(self.options)]
-        with open(self.folder / f"said-{number}-{rank}.txt", "w") as said:
-            return subprocess.Popen([*command, *arguments], env=env, stderr=said)
+        arguments = (self.place, str(self.folder), number, self.mesh, rank, world, self.options)
+        return Program(train, arguments, self.folder / f"said-{number}-{rank}.txt")
 
     def said(self, number):
         return "\n".join(file.read_text()[-3000:] for file in self.folder.glob(f"said-{number}-*.txt"))
@@ -195,7 +191,6 @@ def train(place, folder, restart, mesh_name, rank, world, options):
     from support.meshes import mesh
     from support.training import on_host
 
-    rank, world = int(rank), int(world)
     if world > 1:
         rendezvous = Path(folder) / f"rendezvous-{restart}"
         dist.init_process_group(
@@ -205,11 +200,11 @@ def train(place, folder, restart, mesh_name, rank, world, options):
     def note(event, **facts):
         if rank == 0:
             with open(Path(folder) / "log.jsonl", "a") as log:
-                log.write(json.dumps({"event": event, "restart": int(restart), **facts}) + "\n")
+                log.write(json.dumps({"event": event, "restart": restart, **facts}) + "\n")
 
     on = mesh(tuple(map(int, mesh_name.split("x"))))
     torch.manual_seed(0)
-    with torch.device("meta") if int(restart) % 2 else torch.device("cpu"):
+    with torch.device("meta") if restart % 2 else torch.device("cpu"):
         model = torch.nn.Sequential(torch.nn.Linear(16, 24), torch.nn.Tanh(), torch.nn.Linear(24, 8))
 
     def shard(module):
@@ -237,15 +232,15 @@ def train(place, folder, restart, mesh_name, rank, world, options):
         rng=True,
         timeout=PATIENCE,
         sync=False,
-        device_memory_limit=1 << 30 if int(restart) % 3 else 0,
-        **eval(options),
+        device_memory_limit=1 << 30 if restart % 3 else 0,
+        **options,
     )
     step = (
         manager.restore_latest(model=model, optimizer=optim, sharding=shard, data=data) if manager.all_steps() else None
     )
     if step is None:
-        model.to_empty(device="cpu") if int(restart) % 2 else None
-        if int(restart) % 2:
+        model.to_empty(device="cpu") if restart % 2 else None
+        if restart % 2:
             for layer in (model[0], model[2]):
                 layer.reset_parameters()
         model.to("xla")
@@ -283,13 +278,11 @@ def train(place, folder, restart, mesh_name, rank, world, options):
 
 
 def main():
-    if sys.argv[1:2] == ["--train"]:
-        train(*sys.argv[2:])
-        return
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--restarts", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    devices.set_up()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "notes").mkdir()
         start = time.monotonic()

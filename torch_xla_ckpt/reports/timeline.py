@@ -1,4 +1,4 @@
-"""Where the time of a save goes: spans by thread, for people and for Perfetto."""
+"""The time that each thread of a save spends on each operation, as seconds and as a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """Something that a thread did.
+    """One operation of a thread.
 
     Args:
-        lane: the thread's name.
-        what: it did.
-        start, stop: seconds, on ``time.perf_counter``'s clock.
-        nbytes: it did it to; 0 where there are none.
+        lane: the name of the thread.
+        what: the name of the operation.
+        start, stop: times in seconds of ``time.perf_counter``.
+        nbytes: bytes processed; 0 if the operation processes none.
     """
 
     lane: str
@@ -29,14 +29,19 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Spans in the order in which they ended. Threads may add to it at the same time."""
+    """The spans of a save, in the order in which they ended. Several threads may record spans at the same time."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
 
     @contextmanager
     def span(self, what: str, nbytes: int = 0) -> Iterator[None]:
-        """Record what the block does, whether it succeeds or not."""
+        """Record the block as a span, also if it raises an error.
+
+        Args:
+            what: the name of the operation.
+            nbytes: bytes processed. Default: 0.
+        """
         start = time.perf_counter()
         try:
             yield
@@ -44,16 +49,16 @@ class Timeline:
             self.spans.append(Span(threading.current_thread().name, what, start, time.perf_counter(), nbytes))
 
     def seconds(self) -> Mapping[str, float]:
-        """How long each kind of thing took, over all threads."""
+        """Return the seconds that each operation took, added up over all threads."""
         total: dict[str, float] = {}
         for span in tuple(self.spans):
             total[span.what] = total.get(span.what, 0.0) + span.stop - span.start
         return total
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the spans as a file that ui.perfetto.dev and chrome://tracing open.
+        """Write the spans to a file that ui.perfetto.dev and chrome://tracing open.
 
-        The format is Chrome's JSON trace events ("Trace Event Format"), times in microseconds.
+        The format is Chrome's "Trace Event Format" in JSON, with times in microseconds.
         """
         spans = tuple(self.spans)
         begin = min((span.start for span in spans), default=0.0)

@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -27,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CorruptCheckpointError, Damage, UnsafeObjectError
 from torch_xla_ckpt.serialization import plain
 from torch_xla_ckpt.serialization.machine import Machine, Maker, Pending, Refused, Table
@@ -34,7 +33,7 @@ from torch_xla_ckpt.serialization.machine import Machine, Maker, Pending, Refuse
 METADATA = ".metadata"
 
 _PROTOCOLS = (2, 3, 4, 5)  # DCP writes with Python's default, which has been 4 since Python 3.8, and 5 since 3.14
-_Encoding = dcp_metadata._MEM_FORMAT_ENCODING
+_Encoding = _dcp.MemoryFormatEncoding
 _LAYOUTS = {str(layout): layout for layout in (torch.strided, torch.sparse_coo, torch.sparse_csr)}
 _MEMORY_FORMATS = {
     _Encoding.TORCH_CONTIGUOUS_FORMAT: torch.contiguous_format,
@@ -114,7 +113,7 @@ def _table() -> Table:
     old = "torch.distributed._shard.sharded_tensor.metadata"  # where torch up to 2.2 kept them
     classes = (
         *(Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, StorageMeta),
-        *(MetadataIndex, TensorProperties, _Encoding, filesystem._StorageInfo),
+        *(MetadataIndex, TensorProperties, _Encoding, _dcp.StorageInfo),
     )
     # A path of another system cannot be made here, but can be read.
     paths = {
@@ -137,7 +136,7 @@ def _table() -> Table:
     }
     filled: tuple[type, ...] = (
         *(Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, StorageMeta),
-        filesystem._StorageInfo,
+        _dcp.StorageInfo,
     )
     news: Mapping[type, Callable[..., Any]] = {
         **plain.NEWS,
@@ -190,7 +189,7 @@ def _is_plausible(metadata: Any) -> bool:
         or (
             isinstance(stored, dict)
             and all(
-                isinstance(place, filesystem._StorageInfo)
+                isinstance(place, _dcp.StorageInfo)
                 and isinstance(index, MetadataIndex)
                 and type(place.relative_path) is str
                 and type(place.offset) is int

@@ -1,4 +1,4 @@
-"""Copying a state dict so that nothing the program does later can change the copy."""
+"""Copies of state dicts that later changes of the state cannot reach."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _IMMUTABLE = frozenset(
 
 
 class Choice(NamedTuple):
-    """Which way a snapshot took.
+    """How the tensors of a state were copied, and why.
 
     Args:
-        mode: "device" or "host". In "device" mode some tensors may have gone through the host all the same.
-        reason: for it.
+        mode: "device" or "host". In mode "device", some tensors may have been copied to the host.
+        reason: the reason for the mode, in words.
     """
 
     mode: Literal["device", "host"]
@@ -50,9 +50,10 @@ class Captured(NamedTuple):
     """A copy of a state dict.
 
     Args:
-        state: of the same shape, with ``Snapshot`` for tensors and ``Encoded`` for what can be changed in place.
-        snapshots: the tensors in it.
-        choice: how those on devices were copied.
+        state: containers like those of the state dict, with a ``Snapshot`` in place of each tensor and an ``Encoded``
+            in place of each mutable object.
+        snapshots: the snapshots in ``state``.
+        choice: how tensors on devices were copied.
     """
 
     state: dict[Any, Any]
@@ -61,10 +62,9 @@ class Captured(NamedTuple):
 
 
 class Capture:
-    """Makes copies of state dicts.
+    """Copies state dicts.
 
-    Args:
-        mode, device_memory_limit, part_bytes, reuse_buffers, access: see ``SPMDStager``.
+    Args: see ``SPMDStager``.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class Capture:
 
         Args:
             state_dict: nested mappings, lists, tensors and objects.
-            check: what snapshots do before they are used.
-            timeline: to record in.
+            check: a function that the copies call before each use; it may raise.
+            timeline: records what is copied when.
 
         Raises:
-            CheckpointError: something in it cannot be saved. The key is named.
+            CheckpointError: a value cannot be saved. The message names its key.
         """
         leaves = flatten(state_dict)
         tensors = {key: leaf.value for key, leaf in leaves.items() if leaf.is_tensor}
@@ -118,20 +118,24 @@ class Capture:
                 return snapshots[key]
             if _is_immutable(leaf.value) and snapshots:
                 return leaf.value
-            return Encoded(self._encoded(key, leaf.value), check)  # without a tensor, something must do the check
+            return Encoded(self._encoded(key, leaf.value), check)  # in a state without tensors, objects must check
 
         with timeline.span("copy objects"):
             state = mapped(state_dict, change)
         return Captured(state, tuple(snapshots.values()), choice)
 
     def release(self) -> None:
-        """Let go of the memory that is kept for the next copy."""
+        """Free the memory that is kept for the next copy."""
         self._buffers = Buffers()
         self._fetched = {}
-        self._kept = None  # a copy that is still in use gives its memory back to the old one, which nobody holds
+        self._kept = None  # copies that are still in use hold the old object, and their memory is freed with it
 
     def _choose(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Choice, dict[str, torch.Tensor]]:
-        """The way to take, and the tensors to copy on the devices."""
+        """Choose the mode, and return the tensors to copy on their devices.
+
+        Args:
+            tensors: the tensors on XLA devices, by key.
+        """
         if self._mode == "host":
             return Choice("host", "mode='host'"), {}
         if not tensors:
@@ -142,18 +146,17 @@ class Capture:
             room = self._limit if self._limit is not None else self._room()
             if room is None:
                 _warn_once(total)
-                return Choice(
-                    "host", "the device does not tell its free memory, and device_memory_limit= was not set"
-                ), {}
-            told = "device_memory_limit is" if self._limit is not None else "the device has free"
-            reason = f"a copy takes {total:,} bytes on each device, and {told} {room:,}"
+                reason = "the device does not report its free memory, and device_memory_limit= was not set"
+                return Choice("host", reason), {}
+            source = "device_memory_limit is" if self._limit is not None else "the device has free"
+            reason = f"a copy takes {total:,} bytes on each device, and {source} {room:,}"
             if total > room:
                 return Choice("host", reason), {}
             return Choice("device", reason), {key: tensors[key] for key in sizes}
         if self._limit is None or total <= self._limit:
             return Choice("device", "mode='device'"), {key: tensors[key] for key in sizes}
         left, chosen = self._limit, []
-        for key in sorted(sizes, key=lambda key: -sizes[key]):  # few large ones make the smallest graph
+        for key in sorted(sizes, key=lambda key: -sizes[key]):  # a few large tensors make the smallest graph
             if sizes[key] <= left:
                 left -= sizes[key]
                 chosen.append(key)
@@ -164,12 +167,15 @@ class Capture:
         return Choice("device", reason), {key: tensors[key] for key in chosen}
 
     def _room(self) -> int | None:
-        """Bytes that a copy may take on each device: free ones, and those that are kept from the last copy."""
+        """Return the bytes that a copy may take on each device: free memory, and memory kept from the last copy.
+
+        None if the device does not report its free memory.
+        """
         free = lazy.xla.memory_left()
         return free if free is None or self._kept is None else free + self._kept.nbytes
 
     def _on_devices(self, tensors: Mapping[str, torch.Tensor], check: Callable[[], None]) -> dict[str, Snapshot]:
-        access = self._access_of(next(iter(tensors.values())))  # they are all of one kind
+        access = self._access_of(next(iter(tensors.values())))  # all XLA tensors have one access
         assert isinstance(access, lazy.xla.XlaAccess)
         if self._kept is None and self._reuse_buffers and lazy.xla.keeps_copies():
             self._kept = lazy.xla.KeptCopies()
@@ -180,8 +186,8 @@ class Capture:
         if held.tensor.device.type == "cpu":
             fetched = held.access.fetch(held.tensor, held.layout)
             return HostCopy(held.layout, {box: self._copy(data) for box, data in fetched.items()})
-        # The last copy's shards are freed one tensor at a time, each just before the runtime allocates as much again:
-        # so the allocator hands out the same memory, and nothing is copied a second time.
+        # Free the last copy's shards of this tensor just before the runtime allocates as much memory again. The
+        # allocator then returns the same memory, and no second copy into a kept buffer is needed.
         self._fetched.pop(key, None)
         fetched = held.access.fetch(held.tensor, held.layout)
         if self._reuse_buffers:
@@ -202,7 +208,11 @@ _warned = False
 
 
 def _warn_once(nbytes: int) -> None:
-    """Say, once in this process, what mode "auto" needs to copy on the devices."""
+    """Warn, once in a process, that mode "auto" copies to the host, and name the option that changes this.
+
+    Args:
+        nbytes: bytes that a copy takes on each device.
+    """
     global _warned
     if not _warned:
         _warned = True
@@ -216,8 +226,9 @@ def _warn_once(nbytes: int) -> None:
 
 
 def _is_immutable(value: Any) -> bool:
+    """Whether nothing can change ``value`` in place."""
     waiting, seen = [value], {id(value)}
-    while waiting:  # no recursion: a tuple may be nested deeper than Python recurses
+    while waiting:  # not a recursion, because tuples may be nested deeper than Python's recursion limit
         one = waiting.pop()
         if type(one) in (tuple, frozenset):
             waiting += [inner for inner in one if id(inner) not in seen]

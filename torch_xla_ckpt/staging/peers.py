@@ -1,4 +1,4 @@
-"""The processes that save together, beside whatever their training loops say to each other."""
+"""The process group of async saves, and the search for the rank that made a save fail."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import torch.distributed as dist
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.coordination import Processes
 
-# How often a process looks whether somebody calls the roll, and how long one waits for the answers, in seconds.
+# Seconds between two looks for a roll call, and seconds to wait for the answers.
 _LOOK = 1.0
 _PATIENCE = 10.0
-# Saves whose paths are remembered. More are never under way.
+# Number of saves whose paths are kept for answers; more than are ever under way.
 _REMEMBERED = 64
 
 
 class Blame(NamedTuple):
-    """Why a save broke off between the processes.
+    """The reason why the ranks could not coordinate a save.
 
     Args:
-        what: the ranks and what they did, in the default group's numbering.
-        remedy: what to do.
+        what: the ranks and what they did. Ranks are those of the default group.
+        remedy: what the user can do, as a sentence.
     """
 
     what: str
@@ -34,85 +34,94 @@ class Blame(NamedTuple):
 
 
 class Peers:
-    """A process group of our own, and a way to find out who is to blame when it fails.
+    """A gloo group for async saves, which can find the rank to blame when a save fails.
 
-    gloo tells that a connection is lost or that a wait was too long, not who is to blame. So whoever sees an error
-    calls the roll through the store that torch.distributed was set up with, and a thread in every process answers,
-    whatever its other threads are waiting for. The answer says which saves the process has begun.
+    gloo reports that a connection was lost or that a wait took too long, but not which rank is the reason. So the
+    rank that sees an error calls the roll, through the store that torch.distributed was set up with. In every process a
+    thread answers, even while other threads wait. The answer tells which saves the process has begun.
 
-    Every process must create it at the same point of the program.
+    All ranks must create this at the same point of the program.
 
     Args:
-        of: the processes. None: all.
-        timeout: for one wait in a collective.
-        doing: what the group is created for, for error messages.
+        of: the group whose ranks take part. None: the default group.
+        timeout: longest wait in a collective.
+        doing: the operation that needs the group, for error messages.
+
+    Attributes:
+        group: the gloo group.
+        instead_of: groups that ``group`` replaces when DCP would use one of them; None stands for the default group.
+        has_failed: whether a save could not be coordinated. Then the group must not be used again.
 
     Raises:
-        CheckpointError: a process did not come in time.
+        CheckpointError: a rank did not come in time.
     """
 
     def __init__(self, of: dist.ProcessGroup | None, timeout: timedelta, doing: str):
         self.instead_of = (None, of)
         self.group = Processes(of).new_group(timeout, doing)
-        self.failed = False
+        self.has_failed = False
         self._timeout = timeout
         self._rank = dist.get_rank(self.group)
         self._ranks = dist.get_process_group_ranks(self.group)
         self._name = f"torch_xla_ckpt/{self.group.group_name}"
         self._store = _dcp.default_store()
         self._begun = 0
-        self._paths: dict[int, str | None] = {}  # by the number of the save
+        self._paths: dict[int, str | None] = {}  # by the save's number
         self._closed = threading.Event()
         threading.Thread(target=self._answer, name="SPMDStager-roll-call", daemon=True).start()
 
     @property
-    def destroyed(self) -> bool:
+    def is_destroyed(self) -> bool:
         """Whether the program has destroyed the group in this process."""
         return not _dcp.is_alive(self.group)
 
     def begin(self) -> int:
-        """Count a save that begins; returns its number, which is the same in all processes."""
+        """Count a save that begins, and return its number, which is the same on all ranks."""
         self._begun += 1
         return self._begun
 
     def goes_to(self, number: int, path: str | None) -> None:
-        """Note where a save writes."""
+        """Record the path of a save."""
         self._paths[number] = path
         self._paths.pop(number - _REMEMBERED, None)
 
     def blame(self, number: int) -> Blame:
-        """Find out why a save could not be coordinated.
+        """Find the reason why a save could not be coordinated.
 
         Args:
-            number: of the save, from ``begin``.
+            number: the save's number, from ``begin``.
         """
-        self.failed = True
-        if self.destroyed:
+        self.has_failed = True
+        if self.is_destroyed:
             return Blame(
                 "the process group was destroyed in this process before the save had ended",
                 "Close the stager or the manager before dist.destroy_process_group()",
             )
         try:
-            answers, silent = self._call()
+            answers, silent = self._call_roll()
         except RuntimeError as error:
             return Blame(
-                f"rank 0 or the launcher is gone, with the store through which to ask who else ({error})",
+                f"rank 0 or the launcher is gone, and with it the store that knows which other ranks are ({error})",
                 "Restart the run from there",
             )
         if silent:
             return Blame(f"{self._named(silent)} is gone", "Restart the run from there")
-        return self._judged(number, answers)
+        return self._blamed(number, answers)
 
     def close(self) -> None:
-        """Leave. Does not wait for the others."""
+        """Leave the group, without waiting for the other ranks."""
         self._closed.set()
         with suppress(RuntimeError):  # the store may be gone
-            self._store.set(f"{self._name}/{self._rank}", self._answered(closed=True))
-        if not self.destroyed:
+            self._store.set(f"{self._name}/{self._rank}", self._own_answer(closed=True))
+        if not self.is_destroyed:
             dist.destroy_process_group(self.group)
 
-    def _call(self) -> tuple[dict[int, Any], list[int]]:
-        """Call the roll: the answers of the other processes, and those that do not answer."""
+    def _call_roll(self) -> tuple[dict[int, Any], list[int]]:
+        """Call the roll.
+
+        Returns:
+            The answers of the other ranks, and the ranks that did not answer. Ranks are those of ``group``.
+        """
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + _PATIENCE
         self._store.set(f"{self._name}/call", "1")
@@ -126,8 +135,8 @@ class Peers:
                 return answers, silent
             self._closed.wait(_LOOK / 5)
 
-    def _judged(self, number: int, answers: dict[int, Any]) -> Blame:
-        """Whom to blame if all processes have answered."""
+    def _blamed(self, number: int, answers: dict[int, Any]) -> Blame:
+        """Return the rank to blame when all ranks have answered."""
         destroyed = [n for n, answer in answers.items() if answer["destroyed"]]
         if destroyed:
             return Blame(
@@ -136,39 +145,43 @@ class Peers:
             )
         absent = [n for n, answer in answers.items() if answer["begun"] < number]
         if absent:
-            what = "; ".join(f"{self._named([n])} has not begun it ({_last(answers[n])})" for n in absent)
+            what = "; ".join(f"{self._named([n])} has not begun this save ({_last(answers[n])})" for n in absent)
             return Blame(
-                f"{what}, and timeout={self._timeout} is over",
+                f"{what} within timeout={self._timeout}",
                 "All ranks must save the same steps in the same order. If a rank is only late, raise timeout=",
             )
         own = self._paths.get(number)
         paths = {n: answer["paths"].get(str(number)) for n, answer in answers.items()}
         elsewhere = {n: path for n, path in paths.items() if path is not None and path != own}
         if elsewhere:
-            what = "; ".join(f"{self._named([n])} saves to {path} meanwhile" for n, path in elsewhere.items())
+            what = "; ".join(f"{self._named([n])} saves to {path} instead" for n, path in elsewhere.items())
             return Blame(what, "All ranks must save the same steps in the same order")
-        return Blame("all of them are there", f"If they may be far apart, raise timeout={self._timeout}")
+        return Blame(
+            "all ranks are running and have begun this save",
+            f"If one rank may be late by more than timeout={self._timeout}, raise timeout=",
+        )
 
     def _named(self, numbers: list[int]) -> str:
         return f"rank {', '.join(str(self._ranks[n]) for n in numbers)}"
 
-    def _answered(self, closed: bool) -> str:
-        """What this process says about itself."""
+    def _own_answer(self, closed: bool) -> str:
+        """Return this process's answer to the roll call, as JSON."""
         paths = {str(number): path for number, path in list(self._paths.items())}
-        return json.dumps({"begun": self._begun, "paths": paths, "closed": closed, "destroyed": self.destroyed})
+        return json.dumps({"begun": self._begun, "paths": paths, "closed": closed, "destroyed": self.is_destroyed})
 
     def _answer(self) -> None:
+        """Wait for a roll call, and answer it once."""
         try:
             while not self._closed.wait(_LOOK):
                 if self._store.check([f"{self._name}/call"]):
-                    self._store.set(f"{self._name}/{self._rank}", self._answered(closed=False))
+                    self._store.set(f"{self._name}/{self._rank}", self._own_answer(closed=False))
                     return
         except RuntimeError:
-            return  # the store is gone, and with it whoever could call
+            return  # the store is gone, so no rank can call
 
 
 def _last(answer: Any) -> str:
-    """What a process that has not begun a save did last."""
+    """Return what a rank that has not begun a save did last, in words."""
     path = answer["paths"].get(str(answer["begun"])) or "its storage"
-    last = "it has begun none" if not answer["begun"] else f"its last one went to {path}"
+    last = "it has begun no save" if not answer["begun"] else f"its last save was to {path}"
     return f"it has closed its stager; {last}" if answer["closed"] else last

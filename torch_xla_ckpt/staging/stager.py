@@ -1,98 +1,74 @@
-"""SPMDStager: saving that does not stop training."""
+"""SPMDStager: copies states, and saves the copies in a thread while training goes on."""
 
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_xla_ckpt import _dcp
+from torch_xla_ckpt.coordination import Processes
 from torch_xla_ckpt.device import access_of
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.protocols import TensorAccess
 from torch_xla_ckpt.reports import Timeline
 from torch_xla_ckpt.runtime import forks
+from torch_xla_ckpt.staging import dcp_async
 from torch_xla_ckpt.staging.capture import Capture, Choice, Mode
+from torch_xla_ckpt.staging.closing import ClosesOnExit
 from torch_xla_ckpt.staging.peers import Peers
-from torch_xla_ckpt.staging.upload import Save, Staged, Upload
+from torch_xla_ckpt.staging.save import Save
+from torch_xla_ckpt.staging.upload import AsyncSave, Upload
+from torch_xla_ckpt.staging.worker import Worker, close_at_exit, forget
 from torch_xla_ckpt.storage import Location, PathLike
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class AsyncSave:
-    """A save that goes on in the background.
-
-    Args:
-        staging_completion: resolves when the state may change; it has when you get this.
-        upload_completion: resolves to the checkpoint's metadata when it is committed, or raises what went wrong.
-        choice: how the tensors on devices were copied, and why so.
-        timeline: what was done when, until now.
-    """
-
-    staging_completion: Future[None]
-    upload_completion: Future[Metadata]
-    choice: Choice
-    timeline: Timeline
-
-    def result(self, timeout: float | None = None) -> Metadata:
-        """Wait for the commit.
-
-        Raises:
-            TimeoutError: it takes longer than ``timeout`` seconds.
-            CheckpointError: the save failed.
-        """
-        return self.upload_completion.result(timeout)
-
-    def done(self) -> bool:
-        """Whether the save has ended, well or not."""
-        return self.upload_completion.done()
+_AnySave = TypeVar("_AnySave", bound=Save)
 
 
-class SPMDStager:
+class SPMDStager(ClosesOnExit):
     """Copies states so that training can go on while they are saved.
 
-    Give it to ``torch_xla_ckpt.async_save``, or to ``dcp.async_save`` as ``async_stager`` together with an
-    ``SPMDSavePlanner``. It lives as long as the training loop: a context manager, or to be closed. Not for use from
-    several threads.
+    Pass it to ``torch_xla_ckpt.async_save``, or to ``dcp.async_save`` as ``async_stager`` together with an
+    ``SPMDSavePlanner``. Make one for the whole training loop, and close it at the end: it is a context manager. Use it
+    from one thread only.
 
     Args:
-        mode: where tensors on devices are copied to. "device": to the same devices, which takes milliseconds and as
-            much device memory as the state; shards are fetched in the background as the storage writes them. "host":
-            to host memory before the call returns, which takes as long as fetching. "auto": "device" if there is
-            room, else "host".
-        device_memory_limit: bytes that copies may take on each device. In mode "device" what does not fit goes
-            through the host. In mode "auto" it stands for the free memory, which torch_xla does not report under SPMD.
-            Without it, "auto" uses the host's available memory for virtual devices, and warns once for others.
-        part_bytes: a tensor is fetched in parts of about as many bytes. Python's lock is held for up to a half of the
-            time that fetching a part takes, and the training loop cannot go on meanwhile.
-        reuse_buffers: keep the host memory of a copy, that of virtual devices too, for the next copy: memory that was
-            never used before costs as much time as the copy. The memory stays the program's between saves.
-        max_pending: saves that may be under way. Another one waits for a free slot.
-        process_group: the processes that save together; default: all. The background has a gloo group of its own for
-            them, created in the first call.
-        timeout: how long processes wait for each other in the background. It must be more than one process can be
-            ahead of another, for example when its storage is faster.
-        access: how tensors are read; see ``SPMDSavePlanner``.
+        mode: where tensors on devices are copied. Default: "auto".
+
+            - "device": to the same devices. The call takes milliseconds, and a copy takes as much device memory as the
+              state. Shards are fetched to the host as the storage writes them.
+            - "host": to host memory, before the call returns. The call takes as long as fetching.
+            - "auto": "device" if the devices have room for a copy, else "host".
+        device_memory_limit: bytes that copies may take on each device. Default: None, no limit. In mode "device",
+            tensors that do not fit are copied to the host. In mode "auto", the limit is used as the free device memory,
+            which torch_xla does not report under SPMD. Without a limit, "auto" reads the available host memory for
+            virtual devices, and warns once for other devices.
+        part_bytes: bytes of a tensor that are fetched at a time. Default: 16 MiB. Fetching a part holds Python's
+            interpreter lock for up to half of its time, and the training loop cannot run Python meanwhile.
+        reuse_buffers: whether to keep the memory of a copy in host memory or on virtual devices for the next copy.
+            Default: True. The first use of fresh memory takes as long as the copy. The memory stays allocated between
+            saves.
+        max_pending: number of saves that may be under way. Default: 1. A further save waits until one has ended.
+        process_group: the ranks that save together. Default: None, the default group. The first call creates a gloo
+            group of these ranks for async saves.
+        timeout: longest time that a rank waits for another one in an async save. Default: 30 minutes. One rank may be
+            ahead of another by this time, because its storage is faster for example.
+        access: a function that returns the ``TensorAccess`` to read a tensor with; see ``SPMDSavePlanner``.
 
     Raises:
-        ValueError: an option makes no sense.
+        ValueError: an option has an impossible value.
     """
 
-    # DCP's protocol: nothing is left to wait for after ``stage``.
+    # DCP's interface of stagers: ``stage`` leaves nothing to wait for.
     should_synchronize_after_execute = False
     _synchronize_after_execute = False
 
@@ -119,37 +95,29 @@ class SPMDStager:
         self._process_group = process_group
         self._timeout = timeout
         self._peers: Peers | None = None
-        self._saves: list[Save] = []  # that are under way, or whose end nobody has asked for
+        self._saves: list[Save] = []  # under way, or ended with an error that may have to be raised
         self._choice: Choice | None = None
         self._timeline = Timeline()
-        self._closed = False
+        self._is_closed = False
         self._owner = forks.Owner()
-        self._worker = _Worker()
+        self._worker = Worker()
         weakref.finalize(self, self._worker.stop).atexit = False
-        _close_at_exit(self)
+        close_at_exit(self)
 
     @property
     def choice(self) -> Choice | None:
-        """How the last state was copied, and why so."""
+        """How the last state was copied, and the reason; None before the first call."""
         return self._choice
 
     @property
     def timeline(self) -> Timeline:
-        """What was done when by the save that began last."""
+        """What the threads of the last save have done so far."""
         return self._timeline
 
-    def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
-        """Copy a state for ``dcp.async_save``, which calls this.
-
-        Returns:
-            The copy, for ``SPMDSavePlanner``. The future is done: the state may change.
-
-        Raises:
-            CheckpointError: the state cannot be copied; or an earlier save failed, and nobody has asked how it ended.
-        """
-        save = self._begin()
-        state = self._copied(save, lambda: state_dict)
-        return Staged(save, state)
+    @property
+    def is_here(self) -> bool:
+        """Whether the stager belongs to this process; False in a forked child."""
+        return self._owner.is_here
 
     def run(
         self,
@@ -157,17 +125,21 @@ class SPMDStager:
         write: Callable[[dict[str, Any], dist.ProcessGroup | None, Timeline], Metadata],
         path: PathLike | Location | None,
     ) -> AsyncSave:
-        """Copy a state, and write it in the background.
+        """Copy a state now, and write the copy in the stager's thread.
+
+        All ranks of the stager must call this at the same point.
 
         Args:
-            state: makes the state.
-            write: saves a copied state through a process group, or alone without one; called in another thread.
-            path: what ``write`` writes to.
+            state: a function that returns the state. Its error is raised here, and fails the save on all ranks.
+            write: a function that saves the copied state, called in another thread. Its further arguments are the
+                group to coordinate through (None for one process alone) and the timeline to record in.
+            path: the checkpoint's folder; None if the storage does not tell it.
 
         Raises:
-            CheckpointError: as ``stage``.
+            CheckpointError: the state cannot be copied; or an earlier save failed, and nobody has read its error.
         """
-        save = self._begin("an async save" if path is None else f"an async save to {path}")
+        self._prepare("beginning an async save" if path is None else f"beginning an async save to {path}")
+        save = self._add(Save(self._last_save, self._peers))
         copied = self._copied(save, state)
         upload = Upload()
         staging: Future[None] = Future()
@@ -177,14 +149,27 @@ class SPMDStager:
         assert self._choice is not None
         return AsyncSave(staging, upload, self._choice, timeline)
 
+    def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
+        """Copy a state; ``dcp.async_save`` calls this, and then runs the save in a thread of its own.
+
+        Returns:
+            A future that holds the copy, for ``SPMDSavePlanner``. It is done: the state may change.
+
+        Raises:
+            CheckpointError: the state cannot be copied; or an earlier save failed, and nobody has read its error.
+        """
+        self._prepare("beginning dcp.async_save")
+        save = self._add(dcp_async.StagedSave(self._last_save, self._peers))
+        return dcp_async.StagedState(save, self._copied(save, lambda: state_dict))
+
     def synchronize_staging(self) -> None:
-        """Nothing to wait for: ``stage`` returns when the state may change."""
+        """Do nothing: ``stage`` returns when the state may change. A part of DCP's interface."""
 
     def wait(self) -> None:
         """Wait until all saves have ended.
 
         Raises:
-            CheckpointError: one failed, and nobody has asked how it ended; or this is a forked child.
+            CheckpointError: a save failed, and nobody has read its error; or this is a forked child.
         """
         self._require_own()
         for save in list(self._saves):
@@ -192,112 +177,121 @@ class SPMDStager:
         self.raise_failed()
 
     def close(self, *, cancel: bool = False) -> None:
-        """Wait for the saves that are under way, and let go of everything.
+        """Wait for the saves that are under way, and release all memory.
 
-        In a forked child this does nothing: the saves are the parent's.
+        In a forked child this does nothing, because the saves belong to the parent.
 
         Args:
-            cancel: give them up instead. What they were about to replace stays; one that was about to be committed
-                may still be.
+            cancel: give up the saves instead of waiting. Default: False. The previous checkpoint at their path stays. A
+                save that is about to commit may still commit.
 
         Raises:
-            CheckpointError: a save failed, and nobody has asked how it ended.
+            CheckpointError: a save failed, and nobody has read its error.
         """
-        if self._closed or not self._owner.is_here:
+        if self._is_closed or not self._owner.is_here:
             return
         for save in self._saves:
-            if cancel or not save.attached:
+            if cancel or not save.is_handed_over:
                 save.cancel()
         try:
             for save in self._saves:
                 save.wait()
-        except BaseException:  # an interrupt while waiting: whoever is in a hurry loses the save, not the program
+        except BaseException:  # an interrupt while waiting gives up the saves, so that the program can end
             for save in self._saves:
                 save.cancel()
             raise
-        self._closed = True
-        _open.discard(self)
+        self._is_closed = True
+        forget(self)
         self._worker.stop()
         self._capture.release()
         if self._peers is not None:
             self._peers.close()
         self.raise_failed()
 
-    def __enter__(self) -> SPMDStager:
-        return self
+    def raise_failed(self) -> None:
+        """Raise the errors of saves that have ended, once, unless somebody has read them.
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        try:
-            self.close()
-        except CheckpointError as failed:
-            if error is None:
-                raise
-            logger.error("a save in the background failed too: %s", failed)  # the block's own error goes first
-
-    def _begin(self, what: str = "dcp.async_save") -> Save:
-        """Wait for a slot, and take it.
-
-        Args:
-            what: the save, for error messages.
+        Raises:
+            CheckpointError: a save failed; the cause is the error of the save.
         """
         self._require_own()
-        if self._closed:
+        ended = [save for save in self._saves if save.has_ended]
+        self._saves = [save for save in self._saves if not save.has_ended]
+        uploads = [save.upload for save in ended if save.is_reported and not save.is_cancelled]
+        errors = [upload.error() for upload in uploads if upload is not None and not upload.was_read]
+        failed = [error for error in errors if error is not None]
+        if failed:
+            more = f" (and {len(failed) - 1} more, which the log has)" if len(failed) > 1 else ""
+            raise CheckpointError(f"an earlier async save failed: {failed[0]}{more}") from failed[0]
+
+    @property
+    def _last_save(self) -> Save | None:
+        return self._saves[-1] if self._saves else None
+
+    def _add(self, save: _AnySave) -> _AnySave:
+        self._saves.append(save)
+        return save
+
+    def _prepare(self, doing: str) -> None:
+        """Wait until another save may begin, and create the group of the ranks.
+
+        Args:
+            doing: the operation, for error messages; the same on all ranks.
+        """
+        self._require_own()
+        if self._is_closed:
             raise CheckpointError("the stager is closed; create another one")
         for save in self._saves:
-            if not save.attached:
+            if not save.is_handed_over:  # an interrupt ended the call that began this save
                 save.cancel()
         self.raise_failed()
         self._timeline = Timeline()
         with self._timeline.span("wait for a slot"):
             self._wait_for_slot()
         self.raise_failed()
-        self._join_peers(f"beginning {what}")
-        save = Save(self._saves[-1] if self._saves else None, self._worded, self._use_own_group, self._peers)
-        self._saves.append(save)
-        return save
+        self._join_peers(doing)
 
     def _require_own(self) -> None:
         if not self._owner.is_here:
             raise CheckpointError(self._owner.refusal("stager"))
 
     def _wait_for_slot(self) -> None:
-        while len(pending := [save for save in self._saves if not save.ended]) >= self._max_pending:
+        while len(pending := [save for save in self._saves if not save.has_ended]) >= self._max_pending:
             logger.info(
                 "a save waits for a free slot: %s of %s saves are under way (max_pending), the oldest to %s",
-                *(len(pending), self._max_pending, pending[0].where),
+                len(pending),
+                self._max_pending,
+                pending[0].where,
             )
             pending[0].wait()
 
     def _join_peers(self, doing: str) -> None:
-        """Create the group, at a point of the program that all processes pass in the same order.
+        """Create the group of the ranks if there is none that works. All ranks call this in the same order.
 
         Raises:
-            CheckpointError: a process did not come in time.
+            CheckpointError: a rank did not come in time, or the default group was destroyed.
         """
-        if self._peers is not None and self._peers.destroyed and not dist.is_initialized():
+        if self._peers is not None and self._peers.is_destroyed and Processes(None).alone:
             raise CheckpointError(
                 "the process group that this stager saves with was destroyed. Initialise torch.distributed again, or "
-                "create another stager to save from this process alone"
+                "create another stager to save from this process alone, and pass it as stager="
             )
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size(self._process_group) > 1
-        if several and (self._peers is None or self._peers.failed or self._peers.destroyed):
+        if self._peers is not None and not (self._peers.has_failed or self._peers.is_destroyed):
+            return
+        if Processes(self._process_group).size > 1:
             if self._peers is not None:
                 self._peers.close()
             self._peers = Peers(self._process_group, self._timeout, doing)
 
-    def _use_own_group(self) -> None:
-        if self._peers is not None:
-            _dcp.use_group(self._peers.group, self._peers.instead_of)
-
     def _copied(self, save: Save, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The state's copy. If that fails, the other processes are told, who are about to wait for this one."""
+        """Return a copy of the state. If copying fails, the save fails on the other ranks too."""
         try:
             captured = self._capture.take(state(), save.check, self._timeline)
         except BaseException as error:
             if not self._owner.is_here:  # a child that was forked while copying: the save goes on in the parent
                 raise
-            failure = error  # for longer than this block
-            save.reported = False
+            failure = error  # ``error`` ends with this block, and the thread needs it later
+            save.is_reported = False
             if self._peers is None:
                 save.end()
             else:
@@ -305,7 +299,7 @@ class SPMDStager:
             raise
         save.snapshots = captured.snapshots
         if self._choice is None or self._choice.mode != captured.choice.mode:
-            logger.info("states are copied in mode %r: %s", *captured.choice)
+            logger.info("states are copied in mode %r: %s", captured.choice.mode, captured.choice.reason)
         self._choice = captured.choice
         return captured.state
 
@@ -316,9 +310,9 @@ class SPMDStager:
         path: PathLike | Location | None,
         write: Callable[[dist.ProcessGroup | None], Metadata | None],
     ) -> None:
-        """Run a save in the stager's thread, when it is its turn."""
+        """Run a save in the stager's thread, after all earlier saves."""
         group = None if self._peers is None else self._peers.group
-        save.attach(upload, path)
+        save.hand_over(upload, path)
 
         def work() -> None:
             try:
@@ -333,88 +327,3 @@ class SPMDStager:
 
         upload.set_running_or_notify_cancel()
         self._worker.submit(work)
-
-    def _worded(self, save: Save, error: BaseException) -> BaseException:
-        """An error of a save, as one of ours."""
-        where = save.where or "its storage"
-        if isinstance(error, CheckpointException):
-            worded = _dcp.cause(error, "saved", several=save.peers is not None)
-        elif isinstance(error, CheckpointError) or save.peers is None:
-            worded = error
-        else:  # what fails on one process is gathered by DCP; only what gathers it can fail like this
-            blame = save.peers.blame(save.number)
-            worded = CheckpointError(
-                f"the save to {where} broke off while the processes coordinated it: {blame.what} "
-                f"({type(error).__name__}: {error}). {where} holds what it held before, or all of the new checkpoint. "
-                + blame.remedy
-            )
-        if worded is not error:
-            worded.__cause__ = error
-        if not save.cancelled and save.reported:
-            logger.warning("the save to %s failed in the background: %s", where, worded)
-        return worded
-
-    def raise_failed(self) -> None:
-        """Raise, once, what a save that has ended failed with, if nobody has asked.
-
-        Raises:
-            CheckpointError: with that as its cause.
-        """
-        self._require_own()
-        ended = [save for save in self._saves if save.ended]
-        self._saves = [save for save in self._saves if not save.ended]
-        wanted = [save.upload for save in ended if save.upload is not None and save.reported and not save.cancelled]
-        errors = [upload.error() for upload in wanted if not upload.asked]
-        failed = [error for error in errors if error is not None]
-        if failed:
-            more = f" (and {len(failed) - 1} more, which the log has)" if len(failed) > 1 else ""
-            raise CheckpointError(f"an earlier save in the background failed: {failed[0]}{more}") from failed[0]
-
-
-class _Worker:
-    """A thread that runs one job after the other. It is kept, because starting one waits for a free processor."""
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._started = False
-
-    def submit(self, job: Callable[[], None]) -> None:
-        if not self._started:
-            self._started = True
-            threading.Thread(target=_work, args=(self._jobs,), name="SPMDStager").start()
-        self._jobs.put(job)
-
-    def stop(self) -> None:
-        """Let the thread end when it has done what was submitted."""
-        self._jobs.put(None)
-
-
-def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        del job  # while this waits for the next one, it must not hold the last one's state
-
-
-_open: weakref.WeakSet[SPMDStager] = weakref.WeakSet()
-_registered = False
-
-
-def _close_at_exit(stager: SPMDStager) -> None:
-    """Let the interpreter wait for a stager's saves before it takes down what they need.
-
-    Threads are waited for anyway, but only when executors take no more work, which the network libraries need.
-    ``atexit`` is later still.
-    """
-    global _registered
-    _open.add(stager)
-    if not _registered:
-        _registered = True
-        threading._register_atexit(_close_all)  # type: ignore[attr-defined]
-
-
-def _close_all() -> None:
-    for stager in list(_open):
-        try:
-            stager.close()
-        except CheckpointError as error:
-            logger.error("%s", error)

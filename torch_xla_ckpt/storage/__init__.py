@@ -11,6 +11,7 @@ from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.leftover_files import leftovers
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, path_mismatch
 from torch_xla_ckpt.storage.manifest import Manifest, checksum
+from torch_xla_ckpt.storage.opening import open_reader, open_writer, path_of, required_path
 from torch_xla_ckpt.storage.reader import ReadStats, ShardReader
 from torch_xla_ckpt.storage.verify import VerifyReport, verify
 from torch_xla_ckpt.storage.writer import ShardWriter
@@ -28,9 +29,13 @@ __all__ = [
     "is_checkpoint_file",
     "leftovers",
     "open_folder",
+    "open_reader",
+    "open_writer",
     "path_lock",
     "path_mismatch",
+    "path_of",
     "read_index",
+    "required_path",
     "verify",
     "written_by",
 ]

@@ -295,7 +295,7 @@ def _require_all(metadata: Metadata) -> None:
 
 def _entries(stored: Mapping[MetadataIndex, Stored]) -> dict[MetadataIndex, Any]:
     """Return where items are stored, as entries of stock DCP's ``storage_data``."""
-    return {index: _dcp.place(item.relative_path, item.offset, item.length) for index, item in stored.items()}
+    return {index: _dcp.storage_info(item.relative_path, item.offset, item.length) for index, item in stored.items()}
 
 
 def _software() -> dict[str, str]:

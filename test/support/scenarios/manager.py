@@ -1,6 +1,5 @@
 """What the hosts of manager/test_several_processes.py do. Each function runs in every process of a group."""
 
-import logging
 import os
 import random
 import signal
@@ -134,20 +133,3 @@ def what_fails_on_one_is_raised_on_all(rank, world, folder):
 
 def full(self, plan, planner):
     raise OSError("no space left on device")
-
-
-def all_scenarios(rank, world, folder):
-    """In one start of the processes."""
-    logging.getLogger("torch_xla_ckpt").setLevel(logging.ERROR)
-    for scenario in (
-        steps_and_decisions_agree,
-        a_damaged_step_is_skipped_by_all,
-        folders_of_their_own,
-        a_folder_that_rank_0_cannot_write,
-        one_is_told_to_end,
-        random_generators_are_each_processes_own,
-        what_fails_on_one_is_raised_on_all,
-    ):
-        scenario(rank, world, folder)
-        dist.barrier()
-        print(f"{scenario.__name__} passed", flush=True)

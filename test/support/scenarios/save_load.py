@@ -81,7 +81,8 @@ def share_holds(tensor, expected, rank, world):
 
 def everyone_holds_everything(rank, world, folder):
     """No access of our own: every process holds all shards, as if all tensors were replicated over hosts."""
-    xc.save(state(mesh((4, 2))), Path(folder) / "shared")
+    metadata = xc.save(state(mesh((4, 2))), Path(folder) / "shared")
+    assert repr(metadata).startswith("<Metadata of "), "every rank prints one line"
     target = state(mesh((2, 4)), fill=2.0)
     xc.load(target, Path(folder) / "shared")
     for key, host in host_tensors().items():
@@ -259,22 +260,3 @@ class record_warnings(logging.Handler):
 
     def __exit__(self, *exc):
         logging.getLogger("torch_xla_ckpt").removeHandler(self)
-
-
-def misfortunes(rank, world, folder):
-    """Several short scenarios in one start of the processes."""
-    for scenario in (
-        everyone_holds_everything,
-        one_fails_to_write,
-        one_asks_for_what_is_not_there,
-        what_is_created,
-        restored_from_nothing,
-        one_has_no_state,
-        processes_differ,
-        shapes_differ,
-        one_saves_alone,
-        folders_differ,
-    ):
-        scenario(rank, world, folder)
-        dist.barrier()
-        print(f"{scenario.__name__} passed", flush=True)

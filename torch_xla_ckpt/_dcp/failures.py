@@ -1,0 +1,36 @@
+"""DCP's ``CheckpointException``, which holds one failure for each failed rank, as a single error."""
+
+from __future__ import annotations
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torch_xla_ckpt.errors import CheckpointError, MismatchError, ReplacedCheckpointError
+
+
+def cause(error: CheckpointException, done: str, several: bool) -> BaseException:
+    """Return the failure that explains the error best, with its rank in the message.
+
+    Args:
+        error: DCP's exception.
+        done: "saved" or "loaded", for the message.
+        several: whether other ranks took part.
+    """
+    causes = {rank: cause for rank, (cause, _) in sorted(error.failures.items())}
+    for failure in causes.values():
+        if not isinstance(failure, Exception):  # KeyboardInterrupt, SystemExit
+            return failure
+    # If one rank sees that the checkpoint was replaced, the others may see damage, which is no explanation.
+    preferred = (ReplacedCheckpointError, CheckpointError)
+    ranks = (rank for kind in preferred for rank, failure in causes.items() if isinstance(failure, kind))
+    rank = next(ranks, next(iter(causes)))
+    failure = causes[rank]
+    # A MismatchError names ranks itself.
+    where = f"rank {rank}: " if several and not isinstance(failure, MismatchError) else ""
+    others = f" (ranks {', '.join(str(r) for r in causes if r != rank)} failed too)" if len(causes) > 1 else ""
+    if isinstance(failure, CheckpointError):
+        failure.args = (f"{where}{failure}{others}", *failure.args[1:])
+        return failure
+    text = f"{type(failure).__name__}: {failure}" if str(failure) else type(failure).__name__
+    if isinstance(failure, AssertionError) and done == "loaded":
+        text = "there is no checkpoint there whose metadata can be read"  # DCP asserts that there is metadata
+    return CheckpointError(f"the checkpoint could not be {done}: {where}{text}{others}")
