@@ -73,7 +73,7 @@ def save(
         no_dist: whether to save from this process alone although there is a group. Default: False.
 
     Returns:
-        The checkpoint's metadata.
+        The checkpoint's metadata, which prints as one line.
 
     Raises:
         ValueError: there is no path; ``path`` is not the path of ``storage_writer``; or ``storage_options`` is given
@@ -92,7 +92,7 @@ def save(
     with processes.agreed(doing):
         state = _states(state_dict)
     with _readable_errors(processes, doing, "saved"), _abandoned_on_error(writer):
-        return _dcp.save(state, writer, SPMDSavePlanner(), process_group, processes.alone)
+        return _shortened(writer, _dcp.save(state, writer, SPMDSavePlanner(), process_group, processes.alone))
 
 
 def async_save(
@@ -156,7 +156,7 @@ def save_staged(
         with _abandoned_on_error(writer):
             if before_writing is not None:
                 before_writing()
-            return _dcp.save(copied, writer, SPMDSavePlanner(), group, group is None)
+            return _shortened(writer, _dcp.save(copied, writer, SPMDSavePlanner(), group, group is None))
 
     return stager.run(lambda: _states(state_dict), write, _location(writer))
 
@@ -255,6 +255,11 @@ def _location(writer: dcp.StorageWriter) -> Location | None:
     """Return the location that a storage writer writes to; None if it does not tell."""
     path = path_of(writer)
     return None if path is None else Location.of(path)
+
+
+def _shortened(writer: dcp.StorageWriter, metadata: Metadata) -> Metadata:
+    """Return a save's metadata, which prints as one line on every rank if a ``ShardWriter`` wrote it."""
+    return writer.shorten(metadata) if isinstance(writer, ShardWriter) else metadata
 
 
 def _states(state_dict: dict[str, Any]) -> dict[str, Any]:

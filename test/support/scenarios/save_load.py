@@ -81,7 +81,8 @@ def share_holds(tensor, expected, rank, world):
 
 def everyone_holds_everything(rank, world, folder):
     """No access of our own: every process holds all shards, as if all tensors were replicated over hosts."""
-    xc.save(state(mesh((4, 2))), Path(folder) / "shared")
+    metadata = xc.save(state(mesh((4, 2))), Path(folder) / "shared")
+    assert repr(metadata).startswith("<Metadata of "), "every rank prints one line"
     target = state(mesh((2, 4)), fill=2.0)
     xc.load(target, Path(folder) / "shared")
     for key, host in host_tensors().items():
