@@ -6,9 +6,11 @@ whose plan holds changes the model and the optimizer. Bytes and files are the bu
 
 from torch_xla_ckpt.restoring.materialize import Sharding
 from torch_xla_ckpt.restoring.named import require_restorable
-from torch_xla_ckpt.restoring.restore import prime_optimizer, restore
+from torch_xla_ckpt.restoring.priming import prime_optimizer
+from torch_xla_ckpt.restoring.restore import OPTIONS, restore
 
 __all__ = [
+    "OPTIONS",
     "Sharding",
     "prime_optimizer",
     "require_restorable",

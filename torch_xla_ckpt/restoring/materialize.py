@@ -1,4 +1,4 @@
-"""Giving a module's tensors a place on devices, without their data ever lying whole in host memory."""
+"""Giving the tensors of modules their place on devices, without their data ever lying whole in host memory."""
 
 from __future__ import annotations
 
@@ -6,91 +6,97 @@ import importlib
 import importlib.util
 import logging
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from torch_xla_ckpt.device import lazy, make
 from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.restoring.initialize import HeldTensor, initial_values
 
 logger = logging.getLogger(__name__)
 
 Sharding = Callable[[torch.nn.Module], object] | Mapping[str, Any]
 """A function that marks a module's tensors, or partition specs by name patterns."""
 
-
-class _Held(NamedTuple):
-    """A parameter or buffer, and one of the places where a module has it."""
-
-    name: str
-    owner: torch.nn.Module
-    attribute: str
-    tensor: torch.Tensor
-    persistent: bool
+_MeshAndSpec = tuple[Any, tuple[Any, ...]]
 
 
-class Plan:
-    """What has to be done so that a module's tensors are where they belong. Making one changes nothing.
+class Materialization:
+    """Everything that has to be done so that the tensors of modules are where they belong.
+
+    Making one changes nothing; ``run`` does what was planned.
 
     Args:
-        model: the module.
+        models: the modules, by their keys in the checkpoint.
         sharding: specs by name patterns, or a function; see ``restore``.
-        mesh: of specs that come without one.
+        mesh: the mesh for specs that come without one.
+        unfilled: ``id`` of each parameter and persistent buffer whose value will not be loaded. Those that have values
+            keep them; those on the meta device are initialized by their modules.
 
     Raises:
-        CheckpointError: a spec fits no tensor or not its shape or mesh, or a buffer without data cannot be reset.
+        CheckpointError: a spec fits no tensor, or not the tensor's shape, or not the mesh; or a tensor needs a value
+            that neither the checkpoint nor its module has.
     """
 
-    def __init__(self, model: torch.nn.Module, sharding: Sharding | None, mesh: Any):
+    def __init__(
+        self,
+        models: Mapping[str, torch.nn.Module],
+        sharding: Sharding | None,
+        mesh: Any,
+        unfilled: Collection[int] = (),
+    ):
         if sharding is not None:
-            importlib.import_module("torch_xla_ckpt.device.xla")  # says what to do where there is no torch_xla
-        self._model = model
+            importlib.import_module("torch_xla_ckpt.device.xla")  # fails with the remedy if torch_xla is missing
+        self._models = tuple(models.values())
         self._mark = sharding if callable(sharding) else None
-        held = list(_held(model))
-        specs = _specs(held, sharding, mesh) if isinstance(sharding, Mapping) else {}
+        self._unfilled = unfilled
         self._on_xla = sharding is not None or importlib.util.find_spec("torch_xla") is not None
-        unique = {id(one.tensor): one for one in reversed(held)}.values()  # tied tensors once
-        self._to_move = [one for one in unique if self._moves(one.tensor, sharding is not None)]
-        self._specs = {id(one.tensor): specs[one.name] for one in reversed(held) if one.name in specs}
-        self._there = [one for one in unique if one.tensor.device.type == "xla" and id(one.tensor) in self._specs]
-        self._require_specs([one for one in unique if id(one.tensor) in self._specs])
-        self._resets = _resets(self._to_move)
-        self._exchanged: list[tuple[torch.Tensor, torch.Tensor]] = []  # a tensor, and what it was before
+        held = [one for key, model in models.items() for one in held_tensors(key, model)]
+        unique = list({id(one.tensor): one for one in reversed(held)}.values())[::-1]  # tied tensors once
+        self._specs = _specs(held, sharding, mesh) if isinstance(sharding, Mapping) else {}
+        _require_specs(unique, self._specs)
+        # A model of which a part is made on devices could not run with the rest in host memory.
+        is_mixed = self._on_xla and any(one.tensor.device.type == "meta" for one in unique)
+        moved = ("meta", "cpu") if sharding is not None or is_mixed else ("meta",)
+        self._to_move = [one for one in unique if one.tensor.device.type in moved]
+        self._to_mark = [one for one in unique if one.tensor.device.type == "xla" and id(one.tensor) in self._specs]
+        self._exchanged: list[tuple[torch.Tensor, torch.Tensor]] = []  # a tensor, and its content before
         _require_no_weak_references(self._to_move)
+        self._values: dict[int, torch.Tensor] = {}
+        for model in models.values():
+            self._values |= initial_values(model, list(self._to_initialize(model)), self._on_xla)
 
-    def _moves(self, tensor: torch.Tensor, sharded: bool) -> bool:
-        return tensor.device.type == "meta" or (sharded and tensor.device.type == "cpu")
-
-    def _require_specs(self, held: Sequence[_Held]) -> None:
-        for one in held:
-            mesh, spec = self._specs[id(one.tensor)]
-            try:
-                lazy.xla.require_spec(mesh, spec, one.tensor.shape)
-            except ValueError as error:
-                raise CheckpointError(f"sharding= does not fit {one.name!r}: {error}. Nothing was changed") from error
-
-    def run(self, keep: Container[str]) -> None:
-        """Make what has no data, move what lies in host memory, and shard both.
-
-        Args:
-            keep: names of tensors whose values will not be loaded, so that those they have must stay.
-        """
-        device = torch.device("xla" if self._on_xla else "cpu")
+    def _to_initialize(self, model: torch.nn.Module) -> Iterator[HeldTensor]:
+        own = {id(module) for module in model.modules()}
         for one in self._to_move:
-            self._exchanged.append((one.tensor, _exchange(one.tensor, self._new(one, device, keep))))
-        if self._resets:
-            _without_random_numbers(self._resets, self._on_xla)
-        for one in self._there:
+            is_filled = one.persistent and id(one.tensor) not in self._unfilled
+            if one.tensor.device.type == "meta" and not is_filled and id(one.owner) in own:
+                yield one
+
+    def run(self) -> None:
+        """Make tensors for those on the meta device, move tensors from host memory, and shard both."""
+        device = torch.device("xla" if self._on_xla else "cpu")
+        initialized = [one.key for one in self._to_move if one.persistent and id(one.tensor) in self._values]
+        if initialized:
+            logger.warning(
+                "these tensors had no values and get none from the checkpoint; their modules initialized them: %s",
+                ", ".join(initialized),
+            )
+        for one in self._to_move:
+            self._exchanged.append((one.tensor, _exchange(one.tensor, self._new(one, device))))
+        for one in self._to_mark:
             if not lazy.xla.is_cut(one.tensor):
                 lazy.xla.mark(one.tensor, *self._specs[id(one.tensor)])
-        if self._mark is not None and not _is_cut(self._model):
-            self._mark(self._model)
+        if self._mark is not None:
+            for model in self._models:
+                if not _is_cut(model):
+                    self._mark(model)
 
     def undo(self) -> None:
-        """Make the tensors that ``run`` has moved what they were before: on the meta device, or in host memory."""
+        """Put tensors that ``run`` made or moved back on the meta device or in host memory."""
         while self._exchanged:
             tensor, before = self._exchanged.pop()
             try:
@@ -99,102 +105,100 @@ class Plan:
                 logger.warning("a tensor of the model could not be put back after a failed restore: %s", error)
 
     def forget(self) -> None:
-        """Let go of what the tensors were before: nothing can fail any more."""
+        """Drop the values that ``undo`` would need. Call this when nothing can fail any more."""
         self._exchanged.clear()
+        self._values.clear()
 
-    def _new(self, one: _Held, device: torch.device, keep: Container[str]) -> torch.Tensor:
+    def _new(self, one: HeldTensor, device: torch.device) -> torch.Tensor:
+        """Return a tensor on the device, sharded by its spec: with its value if it keeps one, else for loading."""
         tensor = one.tensor
         spec = self._specs.get(id(tensor))
-        if tensor.device.type == "meta" or (one.persistent and one.name not in keep):
+        value = self._values.get(id(tensor), tensor)
+        if value is tensor and (tensor.device.type == "meta" or (one.persistent and id(tensor) not in self._unfilled)):
             return make(tensor.shape, tensor.dtype, spec or device)
-        moved = tensor.detach().to(device)
+        moved = value.detach().to(device)
         if spec:
             lazy.xla.mark(moved, *spec)
         return moved
 
 
-def _held(model: torch.nn.Module) -> Iterator[_Held]:
+def held_tensors(key: str, model: torch.nn.Module) -> Iterator[HeldTensor]:
+    """Yield every parameter and buffer of a module under each of its names.
+
+    Args:
+        key: the module's key in the checkpoint; "" if the checkpoint is nothing but this module.
+        model: the module.
+    """
+    start = f"{key}." if key else ""
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         for name, param in module._parameters.items():
             if param is not None:
-                yield _Held(dot + name, module, name, param, True)
+                yield HeldTensor(start + dot + name, dot + name, module, name, param, True)
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 persistent = name not in module._non_persistent_buffers_set
-                yield _Held(dot + name, module, name, buffer, persistent)
+                yield HeldTensor(start + dot + name, dot + name, module, name, buffer, persistent)
 
 
-def _specs(held: Sequence[_Held], sharding: Mapping[str, Any], mesh: Any) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """Mesh and spec by the name of the tensor.
+def _require_specs(unique: Sequence[HeldTensor], specs: Mapping[int, _MeshAndSpec]) -> None:
+    for one in unique:
+        if id(one.tensor) not in specs:
+            continue
+        mesh, spec = specs[id(one.tensor)]
+        try:
+            lazy.xla.require_spec(mesh, spec, one.tensor.shape)
+        except ValueError as error:
+            raise CheckpointError(f"sharding= does not fit {one.name!r}: {error}. Nothing was changed") from error
+
+
+def _specs(held: Sequence[HeldTensor], sharding: Mapping[str, Any], mesh: Any) -> dict[int, _MeshAndSpec]:
+    """Return mesh and partition spec by the ``id`` of the tensor. The first name of a tied tensor counts.
 
     Raises:
         CheckpointError: a pattern fits no name, or has no mesh.
     """
-    pairs: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+    pairs: dict[str, _MeshAndSpec] = {}
     for pattern, value in sharding.items():
-        own = len(value) == 2 and hasattr(value[0], "mesh_shape")
-        pairs[pattern] = (value[0], tuple(value[1])) if own else (mesh, tuple(value))
+        has_own_mesh = len(value) == 2 and hasattr(value[0], "mesh_shape")
+        pairs[pattern] = (value[0], tuple(value[1])) if has_own_mesh else (mesh, tuple(value))
         if pairs[pattern][0] is None:
-            raise CheckpointError(f"sharding= has no mesh for {pattern!r}. Pass mesh=, or a pair (mesh, spec)")
-    names = [one.name for one in held]
-    idle = [pattern for pattern in pairs if not any(fnmatchcase(name, pattern) for name in names)]
+            raise CheckpointError(
+                f"sharding= has no mesh for {pattern!r}. Nothing was changed. Pass mesh=, or a pair (mesh, spec)"
+            )
+    idle = [pattern for pattern in pairs if not any(fnmatchcase(one.name, pattern) for one in held)]
     if idle:
         raise CheckpointError(
-            f"sharding= has patterns that fit no parameter or buffer: {', '.join(map(repr, idle))}. Nothing was changed"
+            f"sharding= has patterns that fit no parameter or buffer: {', '.join(map(repr, idle))}. Nothing was "
+            "changed. Patterns are globs for whole names, such as '*.weight'"
         )
-    found = {}
-    for name in names:
-        fitting = [pairs[pattern] for pattern in pairs if fnmatchcase(name, pattern)]
+    found: dict[int, _MeshAndSpec] = {}
+    for one in held:
+        fitting = [pairs[pattern] for pattern in pairs if fnmatchcase(one.name, pattern)]
         if fitting:
-            found[name] = fitting[0]
+            found.setdefault(id(one.tensor), fitting[0])
     return found
 
 
-def _resets(moved: Sequence[_Held]) -> list[Callable[[], object]]:
-    """What gives buffers their values that no checkpoint has, by module.
+def _require_no_weak_references(moved: Sequence[HeldTensor]) -> None:
+    """Check that tensors can be exchanged while optimizers hold them. torch cannot exchange a weakly referenced tensor.
 
     Raises:
-        CheckpointError: a module has nothing of that kind.
+        CheckpointError: something has weak references to a tensor. The error names it.
     """
-    resets: dict[int, Callable[[], object]] = {}
-    lacking = []
-    for one in moved:
-        if one.persistent or one.tensor.device.type != "meta":
-            continue
-        reset = getattr(one.owner, "reset_buffers", None) or getattr(one.owner, "reset_parameters", None)
-        if reset is None:
-            lacking.append(one.name)
-        else:
-            resets[id(one.owner)] = reset
-    if lacking:
+    referenced = [one.name for one in moved if weakref.getweakrefs(one.tensor)]
+    if referenced:
         raise CheckpointError(
-            f"these buffers are on the meta device and not saved with the model: {', '.join(lacking)}. Nothing was "
-            "changed. Give their modules a reset_buffers() or reset_parameters() that computes them, or build the "
-            "model with these buffers in host memory"
-        )
-    return list(resets.values())
-
-
-def _require_no_weak_references(moved: Sequence[_Held]) -> None:
-    """Show that tensors can be exchanged under the eyes of whoever holds them, which torch refuses for weak references.
-
-    Raises:
-        CheckpointError: one cannot.
-    """
-    held = [one.name for one in moved if weakref.getweakrefs(one.tensor)]
-    if held:
-        raise CheckpointError(
-            f"something has weak references to {', '.join(held[:10])}, so that they cannot be given a place on "
-            "devices. Nothing was changed. Restore before whatever makes these references"
+            f"something has weak references to {', '.join(referenced[:10])}, so that these tensors cannot be moved to "
+            "devices. Nothing was changed. Restore before the code runs that makes the references"
         )
 
 
 def _exchange(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Make a tensor what ``new`` is; it stays the same object for whoever holds it, such as an optimizer.
+    """Give ``old`` the content of ``new``. It stays the same object for every holder, such as an optimizer.
 
     Returns:
-        What the tensor was before, as another object.
+        Another object with the content that ``old`` had before.
     """
     if isinstance(old, torch.nn.Parameter):
         new = torch.nn.Parameter(new, requires_grad=old.requires_grad)
@@ -202,21 +206,8 @@ def _exchange(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return new
 
 
-def _without_random_numbers(resets: Sequence[Callable[[], object]], on_xla: bool) -> None:
-    """Call what may draw random numbers, so that those drawn later are the same."""
-    with ExitStack() as guards:
-        guards.enter_context(torch.random.fork_rng(devices=[]))
-        guards.enter_context(torch.no_grad())
-        if on_xla:
-            guards.enter_context(lazy.xla.same_seed())
-        for reset in resets:
-            reset()
-        if on_xla:
-            lazy.xla.XlaAccess().settle()  # what is still to be computed cannot be marked otherwise
-
-
 def _is_cut(model: torch.nn.Module) -> bool:
-    """Whether a module on devices has been sharded; if not, it may be."""
+    """Return whether a tensor of the module is sharded already; if none is, undo replication so that it can be."""
     tensors = [*model.parameters(), *model.buffers()]
     if any(lazy.xla.is_cut(tensor) for tensor in tensors):
         return True
