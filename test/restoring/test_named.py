@@ -21,7 +21,9 @@ class Color(enum.Enum):
 LOST = [0, 1.5, True, None, "text", b"bytes", (1, 2), (torch.ones(1),), frozenset(), Color.RED, np.float32(1), [], [1]]
 
 
-@pytest.mark.parametrize("value", [*LOST, np.ones(2), torch.nn.Linear, lambda: None], ids=repr)
+@pytest.mark.parametrize(
+    "value", [*LOST, np.ones(2), torch.nn.Linear, lambda: None], ids=lambda value: repr(value).partition(" at ")[0]
+)
 def test_value_that_would_be_lost_is_refused_with_the_right_call(value):
     with pytest.raises(TypeError, match=r"'step'.* saved value would be lost.*Use: restore\(state=\.\.\.\)"):
         require("step", value)
