@@ -41,7 +41,7 @@ def tensors(draw):
     return random_bits(shape, dtype, draw(st.integers(0, 99))), draw(placements(shape)), draw(placements(shape))
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(st.lists(tensors(), min_size=1, max_size=4))
 def test_no_element_is_lost_or_changed_from_any_mesh_to_any_mesh(cases):
     folder = tempfile.mkdtemp()

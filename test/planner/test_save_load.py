@@ -6,8 +6,6 @@ import enum
 import logging
 import pathlib
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -19,6 +17,7 @@ import torch_xla.distributed.spmd as xs
 from torch_xla import _XLAC
 
 import torch_xla_ckpt as xc
+from support import interpreters
 from support.meshes import holds, mesh, put, random_bits, same_bits, settle, spec_of
 
 
@@ -629,4 +628,4 @@ def test_tensors_are_saved_and_loaded_without_spmd(tmp_path):
         xc.load(target, {str(tmp_path)!r})
         assert torch.equal(target["t"].cpu(), tensor.cpu()) and target["s"].item() == 2.0
     """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    interpreters.run(["-c", program], xla=True).check_returncode()
