@@ -21,7 +21,7 @@ from support.killed_device_save import SPECS, on_devices
 from support.meshes import holds
 from torch_xla_ckpt.storage import files
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 FIRST = {
     *("makedirs folder", "open folder", "fsync folder", "close folder"),

@@ -8,6 +8,7 @@ import pytest
 from support import interpreters
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork"),
     pytest.mark.filterwarnings("ignore"),

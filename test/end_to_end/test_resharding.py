@@ -3,6 +3,7 @@
 import shutil
 import tempfile
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 
 import torch_xla_ckpt as xc
 from support.meshes import holds, mesh, put, random_bits, same_bits
+
+pytestmark = pytest.mark.slow
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),

@@ -20,6 +20,8 @@ from torch_xla_ckpt.storage import checkpoint_index, file_names, files, lease, l
 from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.location import Location
 
+pytestmark = pytest.mark.slow
+
 verify_module = sys.modules["torch_xla_ckpt.storage.verify"]
 
 

@@ -14,6 +14,7 @@ from support.fork_server import ForkServer
 from support.runs import state
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork"),
     pytest.mark.filterwarnings("ignore"),

@@ -28,7 +28,7 @@ from torch_xla_ckpt.staging import Upload
 from torch_xla_ckpt.staging.capture import Capture
 from torch_xla_ckpt.staging.dcp_async import StagedState
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 MODES = ("device", "host")
 WAYS = ("xc", "dcp")

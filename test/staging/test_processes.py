@@ -10,7 +10,7 @@ import torch_xla_ckpt as xc
 from support import hosts, interpreters
 from support.s3 import Server
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -20,7 +20,7 @@ from torch_xla_ckpt.device import access_of, xla
 from torch_xla_ckpt.staging import capture as capturing
 from torch_xla_ckpt.staging.capture import Capture
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 MIB = 1 << 20
 
