@@ -333,6 +333,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_partial_dtensor_is_refused_and_the_remedy_works(tmp_path):
     arguments = [tmp_path / "store", tmp_path / "saved"]
     ranks = [interpreters.Program(["-c", PARTIAL, rank, *arguments]) for rank in range(2)]

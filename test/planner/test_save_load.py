@@ -618,6 +618,7 @@ def test_truncated_file_is_a_checkpoint_error(tmp_path):
     assert holds(target["t"], torch.zeros(64, 64))
 
 
+@pytest.mark.slow
 def test_tensors_are_saved_and_loaded_without_spmd(tmp_path):
     """In a program that never calls use_spmd."""
     program = f"""if True:

@@ -74,11 +74,13 @@ xc.async_save({"n": 3}, storage_writer=Slow(f"{folder}/end"))
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_has_a_stager_of_its_own_and_the_end_of_the_program_waits_for_saves(tmp_path):
     done = interpreters.run(["-c", PROGRAM, tmp_path])
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert [value_of(tmp_path / name) for name in ("parent", "child", "end")] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_ranks_save_together_without_a_stager(tmp_path):
     hosts.run(2, "async_saves_without_a_stager", tmp_path)
