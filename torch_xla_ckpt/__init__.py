@@ -12,9 +12,10 @@ from torch_xla_ckpt.errors import (
     ReplacedCheckpointError,
     UnsafeObjectError,
 )
+from torch_xla_ckpt.exchange import export
 from torch_xla_ckpt.manager import CheckpointManager, History, Record, Verdict, keep, when
 from torch_xla_ckpt.planner import SPMDLoadPlanner, SPMDSavePlanner
-from torch_xla_ckpt.reports import LoadReport, Outcome, Span, Timeline
+from torch_xla_ckpt.reports import ExportReport, LoadReport, Outcome, Span, Timeline
 from torch_xla_ckpt.restoring import prime_optimizer, restore
 from torch_xla_ckpt.staging import AsyncSave, Choice, SPMDStager
 from torch_xla_ckpt.state import PerRank
@@ -28,6 +29,7 @@ __all__ = [
     "ConcurrentSaveError",
     "CorruptCheckpointError",
     "Damage",
+    "ExportReport",
     "History",
     "IncompleteCheckpointError",
     "LoadReport",
@@ -48,6 +50,7 @@ __all__ = [
     "Verdict",
     "VerifyReport",
     "async_save",
+    "export",
     "keep",
     "load",
     "prime_optimizer",
