@@ -12,6 +12,7 @@ from torch_xla_ckpt.errors import (
     ReplacedCheckpointError,
     UnsafeObjectError,
 )
+from torch_xla_ckpt.inspecting import Contents, Difference, RunContents, diff, inspect
 from torch_xla_ckpt.manager import CheckpointManager, History, Record, Verdict, keep, when
 from torch_xla_ckpt.planner import SPMDLoadPlanner, SPMDSavePlanner
 from torch_xla_ckpt.reports import LoadReport, Outcome, Span, Timeline
@@ -26,8 +27,10 @@ __all__ = [
     "CheckpointManager",
     "Choice",
     "ConcurrentSaveError",
+    "Contents",
     "CorruptCheckpointError",
     "Damage",
+    "Difference",
     "History",
     "IncompleteCheckpointError",
     "LoadReport",
@@ -37,6 +40,7 @@ __all__ = [
     "PerRank",
     "Record",
     "ReplacedCheckpointError",
+    "RunContents",
     "SPMDLoadPlanner",
     "SPMDSavePlanner",
     "SPMDStager",
@@ -48,6 +52,8 @@ __all__ = [
     "Verdict",
     "VerifyReport",
     "async_save",
+    "diff",
+    "inspect",
     "keep",
     "load",
     "prime_optimizer",

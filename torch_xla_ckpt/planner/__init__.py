@@ -10,6 +10,7 @@ from torch_xla_ckpt.planner.mismatches import mismatch_error, unexpected_mismatc
 from torch_xla_ckpt.planner.ongoing import Place
 from torch_xla_ckpt.planner.optimizers import mark_primed
 from torch_xla_ckpt.planner.policy import Dtype, Missing, Policy, Rename, Shape, Unexpected
+from torch_xla_ckpt.planner.reads import plan_reads
 from torch_xla_ckpt.planner.save import SPMDSavePlanner
 from torch_xla_ckpt.planner.saved import paths_of
 from torch_xla_ckpt.planner.targets import copy_into
@@ -29,5 +30,6 @@ __all__ = [
     "match",
     "mismatch_error",
     "paths_of",
+    "plan_reads",
     "unexpected_mismatches",
 ]

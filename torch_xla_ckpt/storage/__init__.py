@@ -9,22 +9,28 @@ from torch_xla_ckpt.storage.checkpoint_index import read_index, written_by
 from torch_xla_ckpt.storage.file_names import is_checkpoint_file
 from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.leftover_files import leftovers
+from torch_xla_ckpt.storage.listing import ListedKey, Listing, read_listing
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, path_mismatch
 from torch_xla_ckpt.storage.manifest import Manifest
 from torch_xla_ckpt.storage.opening import open_reader, open_writer, path_of, required_path
+from torch_xla_ckpt.storage.progress import OnProgress
 from torch_xla_ckpt.storage.reader import ReadStats, ShardReader
-from torch_xla_ckpt.storage.stored import checksum
+from torch_xla_ckpt.storage.stored import Stored, checksum
 from torch_xla_ckpt.storage.verify import VerifyReport, verify
 from torch_xla_ckpt.storage.writer import ShardWriter
 
 __all__ = [
     "REQUEST_TIMEOUT",
+    "ListedKey",
+    "Listing",
     "Location",
     "Manifest",
+    "OnProgress",
     "PathLike",
     "ReadStats",
     "ShardReader",
     "ShardWriter",
+    "Stored",
     "VerifyReport",
     "checksum",
     "is_checkpoint_file",
@@ -36,6 +42,7 @@ __all__ = [
     "path_mismatch",
     "path_of",
     "read_index",
+    "read_listing",
     "required_path",
     "verify",
     "written_by",

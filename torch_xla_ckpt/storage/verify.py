@@ -20,7 +20,7 @@ from torch_xla_ckpt.storage.checkpoint_index import CheckpointIndex, read_index,
 from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.limits import default_threads
 from torch_xla_ckpt.storage.location import Location, PathLike
-from torch_xla_ckpt.storage.progress import Progress
+from torch_xla_ckpt.storage.progress import OnProgress, Progress
 from torch_xla_ckpt.storage.stored import Stored
 from torch_xla_ckpt.storage.verify_files import cannot_verify, check_file
 
@@ -83,7 +83,10 @@ class VerifyReport:
 
 
 def verify(
-    path: PathLike | Location, *, storage_options: Mapping[str, Any] | None = None, progress: bool = False
+    path: PathLike | Location,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: bool | OnProgress = False,
 ) -> VerifyReport:
     """Read a whole checkpoint and report every damaged key, file and byte range.
 
@@ -96,7 +99,9 @@ def verify(
         path: the checkpoint's folder: a local path or any fsspec URL.
         storage_options: options of the fsspec filesystem behind a URL, such as ``{"anon": True}`` or
             ``{"endpoint_url": ...}``. Local paths ignore them. Default: none.
-        progress: show a progress bar on a terminal if verifying takes long. Needs tqdm. Default: False.
+        progress: show a progress bar on a terminal if verifying takes long, which needs tqdm; or a function that is
+            called from several threads with the bytes just checked and the bytes of the whole checkpoint. Default:
+            False.
 
     Returns:
         The report. It is true if no damage was found, so that ``if not verify(path): ...`` handles damage.
@@ -124,7 +129,7 @@ def verify(
     )
 
 
-def _report(folder: Folder, progress: bool) -> VerifyReport | None:
+def _report(folder: Folder, progress: bool | OnProgress) -> VerifyReport | None:
     """Verify the checkpoint that is there now; None if a save replaced it meanwhile."""
     ranks = _ranks(folder)
     before = [version_of(folder, rank) for rank in ranks]
@@ -163,7 +168,7 @@ def _joined(folder: Folder, reports: Sequence[VerifyReport]) -> VerifyReport:
     )
 
 
-def _verify(folder: Folder, rank: int | None, progress: bool) -> VerifyReport:
+def _verify(folder: Folder, rank: int | None, progress: bool | OnProgress) -> VerifyReport:
     """Verify the checkpoint of all ranks, or the one of a rank that saved by itself."""
     damages: list[Damage] = []
     try:
