@@ -14,6 +14,7 @@ def main() -> None:
     """Run the command line, and end the process with its exit status."""
     try:
         from torch_xla_ckpt.cli.commands import xc
+        from torch_xla_ckpt.cli.failures import print_any_character
     except ModuleNotFoundError as error:
         if error.name not in ("click", "rich"):
             raise
@@ -23,6 +24,7 @@ def main() -> None:
             file=sys.stderr,
         )
         raise SystemExit(2) from None
+    print_any_character()
     xc(prog_name="xc")
 
 

@@ -35,7 +35,9 @@ def xc() -> None:
 @click.option("--all", "every", is_flag=True, help="Give each key a line of its own.")
 @click.option("--tree", is_flag=True, help="Show a tree, with sizes added up.")
 @click.option("--depth", type=click.IntRange(1), help="Levels of the tree to show.")
-@click.option("--sort", type=click.Choice(get_args(Sort)), default="saved", help="Order of the keys.", show_default=True)
+@click.option(
+    "--sort", type=click.Choice(get_args(Sort)), default="saved", help="Order of the keys.", show_default=True
+)
 @click.option("--keep", multiple=True, metavar="POLICY", help="For a run: show what this policy keeps; see 'xc prune'.")
 def ls(
     path: str,

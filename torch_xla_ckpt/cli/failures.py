@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import io
 import logging
 import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import ParamSpec
 
 import click
@@ -35,9 +37,9 @@ def failing_in_one_line(command: Callable[_P, bool | None]) -> Callable[_P, None
     @functools.wraps(command)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
         debug = bool(kwargs.pop("debug", False))
-        _set_up(debug)
         try:
-            answer = command(*args, **kwargs)
+            with nullcontext() if debug else _quiet():
+                answer = command(*args, **kwargs)
             sys.stdout.flush()
         except (click.exceptions.Exit, click.ClickException):
             raise
@@ -56,19 +58,29 @@ def failing_in_one_line(command: Callable[_P, bool | None]) -> Callable[_P, None
     return run
 
 
-def _set_up(debug: bool) -> None:
-    """Print warnings of this package as single lines, and characters that the terminal lacks as escapes."""
+def print_any_character() -> None:
+    """Print characters that the terminal's encoding lacks as escapes, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    if debug:
-        return
-    warnings.simplefilter("ignore")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within the block, print warnings of this package as single lines, and no others."""
     logger = logging.getLogger("torch_xla_ckpt")
     handler = logging.StreamHandler()
     handler.setFormatter(_OneLine())
+    propagates = logger.propagate
     logger.addHandler(handler)
     logger.propagate = False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagates
 
 
 class _OneLine(logging.Formatter):

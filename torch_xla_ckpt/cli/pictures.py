@@ -72,7 +72,9 @@ def save(figure: Figure, path: str) -> None:
     try:
         figure.savefig(path, dpi=150)
     except ValueError as error:
-        raise CheckpointError(f"cannot draw into {path}: {error}. Name a file that ends with .png, .svg or .pdf") from error
+        raise CheckpointError(
+            f"cannot draw into {path}: {error}. Name a file that ends with .png, .svg or .pdf"
+        ) from error
 
 
 def _two(split: Sequence[int], ndim: int) -> tuple[int | None, int | None]:

@@ -76,22 +76,17 @@ class Difference:
 
     def __str__(self) -> str:
         lines = [f"a: {shown(self.a)}", f"b: {shown(self.b)}"]
+        unequal = [one for one in self.keys if one.status != "equal"]
         rows = [
-            (
-                one.members[0].status,
-                _percent(one.members),
-                _largest(one.members),
-                *(_both(one.members[0]),),
-                one.name,
-            )
-            for one in fold(
-                [one for one in self.keys if one.status != "equal"], lambda one: one.key, lambda one: (one.status, one.a, one.b)
-            )
+            (line.members[0].status, _percent(line.members), _largest(line.members), _both(line.members[0]), line.name)
+            for line in fold(unequal, lambda one: one.key, lambda one: (one.status, one.a, one.b))
         ]
         if rows:
             lines.append(table(("", "elements", "max abs", "a -> b", "key"), rows, {1, 2}))
         equal = sum(one.status == "equal" for one in self.keys)
-        lines.append(f"{plural(equal, 'key')} equal, {len(self.keys) - equal:,} not; read {format_bytes(self.bytes_read)}")
+        lines.append(
+            f"{plural(equal, 'key')} equal, {len(self.keys) - equal:,} not; read {format_bytes(self.bytes_read)}"
+        )
         return "\n".join(lines)
 
 
@@ -167,11 +162,11 @@ class _Comparison:
         try:
             values = [decode(key, stream, (), False) for stream in streams]
         except UnsafeObjectError:
-            return KeyDifference(key, "differs", *(f"{place.length} bytes" for place in places))
+            return KeyDifference(key, "differs", f"{places[0].length} bytes", f"{places[1].length} bytes")
         # The same value may have several pickles: strings are shared, or they are not.
         if _equal(*values):
             return KeyDifference(key, "equal", share=0.0)
-        return KeyDifference(key, "differs", *(object_text(value)[:60] for value in values))
+        return KeyDifference(key, "differs", object_text(values[0])[:60], object_text(values[1])[:60])
 
     def _tensors(self, key: str, a: TensorStorageMetadata, b: TensorStorageMetadata) -> KeyDifference:
         total = math.prod(a.size)

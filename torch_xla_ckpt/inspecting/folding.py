@@ -39,7 +39,7 @@ def fold(items: Iterable[T], key: Callable[[T], str], kind: Callable[[T], Hashab
         parts = key(item).split(".")
         numbers = tuple(int(part) for part in parts if _is_number(part))
         template = tuple("" if _is_number(part) else part for part in parts)
-        group = template, kind(item)
+        group: Hashable = (template, kind(item))
         groups.setdefault(group, {})[numbers] = item
         templates.setdefault(group, parts)
         positions[id(item)] = position

@@ -81,7 +81,7 @@ class Layout:
         fits = len(split) <= 2 and all(len(starts) <= _MOST_CELLS for starts in cuts)
         if not fits or not self.shape:
             return table(("box", "held by"), [(str(box), who) for box, who in holders.items()])
-        across = split[-1] if len(split) == 2 or len(self.shape) > 1 and split else None
+        across = split[-1] if len(split) == 2 or (len(self.shape) > 1 and split) else None
         if across is not None and len(split) == 1 and across == 0:
             across = None
         down = next((dim for dim in split if dim != across), 0)

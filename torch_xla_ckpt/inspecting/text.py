@@ -30,8 +30,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[
     last = len(head) - 1
     return "\n".join(
         "  ".join(
-            cell if number == last and number not in right
-            else cell.rjust(widths[number]) if number in right
+            cell
+            if number == last and number not in right
+            else cell.rjust(widths[number])
+            if number in right
             else cell.ljust(widths[number])
             for number, cell in enumerate(row)
         ).rstrip()

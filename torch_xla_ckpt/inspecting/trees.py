@@ -43,31 +43,28 @@ def tree_of(keys: Sequence[ListedKey]) -> Node:
 
 def tree_lines(keys: Sequence[ListedKey], depth: int | None) -> Iterator[str]:
     """Yield the lines of a tree, which ends at ``depth`` levels; None for all levels."""
-    yield from _lines(tree_of(keys), "", depth)
-
-
-def _lines(node: Node, indent: str, depth: int | None) -> Iterator[str]:
-    if depth == 0:
-        return
     # A list instead of recursion: a key may have more dots than Python allows nested calls.
-    waiting = [(indent, name, count, child, depth) for name, count, child in reversed(_folded(node))]
+    waiting = [("", *line) for line in reversed(_folded(tree_of(keys)))]
     while waiting:
-        indent, name, times, child, left = waiting.pop()
-        while len(child.children) == 1 and child.leaf is None:  # a branch without a fork takes one line
-            ((part, child),) = child.children.items()
-            name = f"{name}.{part}"
-        facts = [format_bytes(child.nbytes * times)]
-        if child.children:
-            facts.insert(0, plural(child.count * times, "key"))
-        elif child.leaf is not None and child.leaf.dtype is not None:
-            facts.append(f"{child.leaf.dtype} {'x'.join(map(str, child.leaf.shape or ())) or 'scalar'}")
-        else:
-            facts.append("object")
-        yield f"{indent}{shown(name)}  {', '.join(facts)}"
-        rest = None if left is None else left - 1
-        if rest != 0:
-            below = [(indent + "  ", part, times * n, one, rest) for part, n, one in _folded(child)]
-            waiting += reversed(below)
+        indent, name, times, node = waiting.pop()
+        below = _folded(node)
+        while len(below) == 1 and node.leaf is None:  # a branch without a fork takes no line of its own
+            ((part, count, node),) = below
+            name, times = f"{name}.{part}", times * count
+            below = _folded(node)
+        yield f"{indent}{shown(name)}  {_facts(node, times)}"
+        if depth is None or len(indent) < 2 * (depth - 1):
+            waiting += [(indent + "  ", part, times * count, one) for part, count, one in reversed(below)]
+
+
+def _facts(node: Node, times: int) -> str:
+    """Return what a line says after the name."""
+    size = format_bytes(node.nbytes * times)
+    if node.children:
+        return f"{plural(node.count * times, 'key')}, {size}"
+    if node.leaf is None or node.leaf.dtype is None:
+        return f"{size}, object"
+    return f"{size}, {node.leaf.dtype} {'x'.join(map(str, node.leaf.shape or ())) or 'scalar'}"
 
 
 def _folded(node: Node) -> list[tuple[str, int, Node]]:

@@ -1,4 +1,4 @@
-"""A run's folder, seen from outside of the training program: no process group, no device, nothing written on the way."""
+"""A run's folder, seen from outside of the training program, without a process group and without a device."""
 
 from __future__ import annotations
 

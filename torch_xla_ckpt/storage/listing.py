@@ -19,7 +19,7 @@ from torch_xla_ckpt.protocols import Folder
 from torch_xla_ckpt.runtime import without_collector
 from torch_xla_ckpt.storage.checkpoint_index import CheckpointIndex, read_index
 from torch_xla_ckpt.storage.file_names import manifest_name, metadata_name
-from torch_xla_ckpt.storage.manifest import Manifest, parsed
+from torch_xla_ckpt.storage.manifest import parsed
 from torch_xla_ckpt.storage.seal import read_seal
 from torch_xla_ckpt.storage.stored import Stored, checksum
 
