@@ -7,6 +7,7 @@ matplotlib, which the extra ``[cli]`` brings.
 
 from __future__ import annotations
 
+import gc
 import sys
 
 
@@ -19,11 +20,12 @@ def main() -> None:
         if error.name not in ("click", "rich"):
             raise
         print(
-            f"xc: the command line needs {error.name}. Install it with: pip install 'torch_xla_ckpt[cli]'. From Python, "
+            f"xc: the command line needs {error.name}. Install it with: pip install 'torch_xla_ckpt[cli]'. In Python, "
             "torch_xla_ckpt.inspect, diff, explain and verify work without it",
             file=sys.stderr,
         )
         raise SystemExit(2) from None
+    gc.disable()  # a command makes many objects, keeps them to its end, and ends soon
     print_any_character()
     xc(prog_name="xc")
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import click
+from click.shell_completion import get_completion_class
 
 from torch_xla_ckpt import inspecting
 from torch_xla_ckpt.cli.options import command, parse_keep
@@ -149,6 +150,6 @@ def completion(shell: str) -> None:
     Example:
       eval "$(xc completion bash)"
     """
-    cls = click.shell_completion.get_completion_class(shell)
+    cls = get_completion_class(shell)
     assert cls is not None
     click.echo(cls(xc, {}, "xc", "_XC_COMPLETE").source())

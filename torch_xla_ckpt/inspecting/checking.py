@@ -1,4 +1,4 @@
-"""check: whether every byte of a checkpoint, or of all steps of a run, is as it was written, and what else lies there."""
+"""check: whether every byte of a checkpoint, or of all steps of a run, is as it was written."""
 
 from __future__ import annotations
 

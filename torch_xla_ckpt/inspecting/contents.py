@@ -71,10 +71,8 @@ class Contents:
                 chunks or sharding, share a line.
             sort: "saved" (default), "key", or "bytes" for the largest first.
         """
-        if every:
-            rows = [Fold(one.key, (one,)) for one in self.keys]
-        else:
-            rows = fold(self.keys, lambda one: one.key, _kind)
+        alone = [Fold(one.key, (one,)) for one in self.keys] if every else None
+        rows = alone or fold(self.keys, lambda one: one.key, _kind)
         if sort == "bytes":
             rows.sort(key=lambda row: -sum(one.nbytes for one in row.members))
         elif sort == "key":

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 _MOST_RANGES = 8  # ranges of numbers in one pair of braces; more of them are cut
+# Whole parts between dots that are numbers as programs write them, so that a number gives the same text again.
+_NUMBERS = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,17})(?![^.])")
 
 
 class Fold(NamedTuple, Generic[T]):
@@ -32,30 +36,22 @@ def fold(items: Iterable[T], key: Callable[[T], str], kind: Callable[[T], Hashab
     Returns:
         The lines, each at the place of its first member.
     """
-    groups: dict[Hashable, dict[tuple[int, ...], T]] = {}
-    positions: dict[int, int] = {}
-    templates: dict[Hashable, list[str]] = {}
+    groups: dict[tuple[tuple[str, ...], Hashable], dict[tuple[int, ...], tuple[int, T]]] = {}
     for position, item in enumerate(items):
-        parts = key(item).split(".")
-        numbers = tuple(int(part) for part in parts if _is_number(part))
-        template = tuple("" if _is_number(part) else part for part in parts)
-        group: Hashable = (template, kind(item))
-        groups.setdefault(group, {})[numbers] = item
-        templates.setdefault(group, parts)
-        positions[id(item)] = position
+        parts = _NUMBERS.split(key(item))  # text and numbers take turns
+        group = tuple(parts[::2]), kind(item)
+        members = groups.get(group)
+        if members is None:
+            members = groups[group] = {}
+        members[tuple(map(int, parts[1::2]))] = position, item
     folds: list[tuple[int, Fold[T]]] = []
-    for group, members in groups.items():
+    for (texts, _), members in groups.items():
         for ranges in _products(sorted(members)):
-            inside = [members[numbers] for numbers in _expanded(ranges)]
-            inside.sort(key=lambda item: positions[id(item)])
-            folds.append((positions[id(inside[0])], Fold(_named(templates[group], ranges), tuple(inside))))
+            inside = sorted((members[numbers] for numbers in itertools.product(*ranges)), key=lambda pair: pair[0])
+            name = "".join(itertools.chain.from_iterable(zip(texts, [*map(braces, ranges), ""])))
+            folds.append((inside[0][0], Fold(name, tuple(item for _, item in inside))))
     folds.sort(key=lambda pair: pair[0])
     return [one for _, one in folds]
-
-
-def _is_number(part: str) -> bool:
-    """Whether a part of a key is a number as programs write it, so that the number gives the same text again."""
-    return part.isascii() and part.isdigit() and len(part) < 19 and (part == "0" or part[0] != "0")
 
 
 def _products(rows: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ...]]:
@@ -69,18 +65,6 @@ def _products(rows: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ..
     for first, rest_rows in tails.items():
         by_tail.setdefault(tuple(_products(rest_rows)), []).append(first)
     return [(tuple(firsts), *product) for products, firsts in by_tail.items() for product in products]
-
-
-def _expanded(ranges: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    rows: list[tuple[int, ...]] = [()]
-    for numbers in ranges:
-        rows = [(*row, number) for row in rows for number in numbers]
-    return rows
-
-
-def _named(parts: Sequence[str], ranges: Sequence[tuple[int, ...]]) -> str:
-    left = iter(ranges)
-    return ".".join(braces(next(left)) if _is_number(part) else part for part in parts)
 
 
 def braces(numbers: Sequence[int]) -> str:

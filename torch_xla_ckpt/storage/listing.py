@@ -157,6 +157,8 @@ def _in_order(keys: list[ListedKey], paths: Any) -> tuple[ListedKey, ...]:
     """Sort keys as the state dict had them, if the checkpoint records that."""
     if not isinstance(paths, Mapping):
         return tuple(keys)
+    if list(paths) == [one.key for one in keys]:
+        return tuple(keys)
     by_key = {one.key: one for one in keys}
     first = [by_key.pop(key) for key in paths if key in by_key]
     return (*first, *by_key.values())
