@@ -211,6 +211,9 @@ class Folder(Protocol):
     def folders(self) -> list[str]:
         """Return the names of the folders in this folder. A link to a folder counts."""
 
+    def is_file(self, name: str) -> bool:
+        """Return whether there is a file of this name, and not a folder or nothing."""
+
     def size(self, name: str) -> int:
         """Return the size of a file in bytes.
 

@@ -23,6 +23,7 @@ from torch_xla_ckpt._dcp.items import (
 )
 from torch_xla_ckpt._dcp.metadata import (
     NOT_STORED,
+    FlatMetadata,
     MemoryFormatEncoding,
     StorageInfo,
     box_of,
@@ -41,6 +42,7 @@ from torch_xla_ckpt._dcp.values import IntegerKey, dtensor_box, is_sharded_tenso
 __all__ = [
     "NOT_STORED",
     "DistWrapper",
+    "FlatMetadata",
     "IntegerKey",
     "MemoryFormatEncoding",
     "StorageInfo",

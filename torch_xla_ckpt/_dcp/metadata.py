@@ -24,6 +24,7 @@ from torch_xla_ckpt.layout import Box, BoxArray, Flaw, covers_exactly, find_flaw
 
 __all__ = [
     "NOT_STORED",
+    "FlatMetadata",
     "MemoryFormatEncoding",
     "StorageInfo",
     "box_of",
@@ -40,6 +41,10 @@ __all__ = [
 
 NOT_STORED = "is listed, but stored in no file"
 """The problem of an item that the metadata lists and that its ``storage_data`` lacks."""
+
+
+class FlatMetadata(Metadata):
+    """Metadata of a file that holds one model, and whose keys are those of the model's state dict."""
 
 
 @lru_cache(maxsize=256)

@@ -58,6 +58,9 @@ def alias_of(tensor: torch.Tensor) -> Hashable:
     """Return an identity that tensors share if they are the same elements in the same order, such as tied weights."""
     if tensor.device.type == "xla":
         return lazy.xla.alias_of(tensor)
+    if tensor.device.type == "meta":
+        # Meta tensors have no memory, but those that share elements share a storage.
+        return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if type(tensor) is Snapshot or not local.numel():
         return id(tensor)

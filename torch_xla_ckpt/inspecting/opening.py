@@ -12,12 +12,23 @@ from typing import Any, Literal
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.formats import is_weights
 from torch_xla_ckpt.manager import RunFolder
 from torch_xla_ckpt.protocols import Folder
 from torch_xla_ckpt.serialization import METADATA
-from torch_xla_ckpt.storage import Listing, Location, PathLike, ShardReader, open_folder, read_listing
+from torch_xla_ckpt.storage import (
+    Listing,
+    Location,
+    PathLike,
+    ShardReader,
+    is_file,
+    listing_of,
+    open_folder,
+    read_foreign,
+    read_listing,
+)
 
-Writer = Literal["torch_xla_ckpt", "dcp", "lightning", "torch_xla"]
+Writer = Literal["torch_xla_ckpt", "dcp", "lightning", "torch_xla", "safetensors", "torch.save"]
 _OWN_METADATA = re.compile(r"__(\d+)\.metadata")
 _STEP_NAME = re.compile(r"latest|best(?::(?P<metric>[^:]+)(?::(?P<mode>min|max))?)?")
 
@@ -27,9 +38,9 @@ class Checkpoint:
     """A checkpoint at a path.
 
     Args:
-        location: the checkpoint's folder.
+        location: the checkpoint's folder, or a file.
         folder: the same folder, for reading.
-        names: the names of the files in the folder.
+        names: the names of the files in the folder; none for a file.
     """
 
     location: Location
@@ -38,15 +49,20 @@ class Checkpoint:
 
     def listing(self) -> Listing:
         """Return the checkpoint's keys and facts, without what reading data needs."""
-        return read_listing(self.folder)
+        if METADATA in self.names:
+            return read_listing(self.folder)
+        found = read_foreign(self.location, self.folder)
+        if found is None:
+            raise CheckpointError(f"there is no checkpoint at {self.location} any more. Check the path")
+        return listing_of(found.index, found.contents.kind)
 
     def writer(self, listing: Listing) -> Writer:
         """Return the kind of program that wrote the checkpoint."""
-        if listing.has_manifest:
-            return "torch_xla_ckpt"
-        if "meta.pt" in self.names:
+        if listing.kind == "dcp" and "meta.pt" in self.names:
             return "lightning"
-        return "torch_xla" if ".manager_metadata" in self.names else "dcp"
+        if listing.kind == "dcp" and ".manager_metadata" in self.names:
+            return "torch_xla"
+        return listing.kind  # type: ignore[return-value]
 
     def reader(self) -> tuple[ShardReader, Metadata]:
         """Return a storage reader that is ready to read, and DCP's metadata.
@@ -77,8 +93,10 @@ def open_path(
     """
     location = Location.of(path, storage_options)
     folder = open_folder(location, sync=False)
+    if _is_file(location):
+        return Checkpoint(location, folder, frozenset())
     names = _names(folder)
-    if METADATA in names:
+    if METADATA in names or any(is_weights(name) for name in names):
         return Checkpoint(location, folder, names)
     if own := sorted(name for name in names if _OWN_METADATA.fullmatch(name)):
         if ranks_own:
@@ -124,6 +142,13 @@ def open_run(path: PathLike, storage_options: Mapping[str, Any] | None = None) -
     )
 
 
+def _is_file(location: Location) -> bool:
+    try:
+        return is_file(location)
+    except Exception:  # a store that does not answer says so when the folder is listed
+        return False
+
+
 def _names(folder: Folder) -> frozenset[str]:
     try:
         return frozenset(folder.names())
@@ -167,8 +192,6 @@ def _raise_nothing_there(location: Location, folder: Folder, names: Iterable[str
     names = sorted(names)
     if names:
         problem = f"its {len(names)} files include no {METADATA}, and no folder in it is named by a step's number"
-    elif location.is_local and os.path.isfile(location.path):
-        problem = "it is a file. Pass the folder of a checkpoint"
     elif location.is_local and not os.path.exists(location.path):
         problem = "it does not exist"
     else:

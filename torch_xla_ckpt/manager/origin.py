@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.manager.journal import Journal
 from torch_xla_ckpt.manager.steps import Steps
-from torch_xla_ckpt.storage import Location
+from torch_xla_ckpt.storage import Location, holds_checkpoint, is_file
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Origin:
     """A run or a checkpoint that another run starts from.
 
     Args:
-        location: the folder of the run or of the checkpoint.
+        location: the folder of the run or of the checkpoint, or a file.
         is_run: True for a run.
     """
 
@@ -26,7 +27,7 @@ class Origin:
 
 
 def origin_of(path: Location, storage_options: Mapping[str, Any] | None) -> Origin:
-    """Find the run or the checkpoint at a path.
+    """Find the run or the checkpoint, of any format, at a path.
 
     A run that has no step of its own leads to the run that it started from, which its journal names.
 
@@ -37,9 +38,11 @@ def origin_of(path: Location, storage_options: Mapping[str, Any] | None) -> Orig
     while True:
         seen.append(path)
         steps = Steps(path)
+        if steps.retries.run(functools.partial(is_file, path), "looking for a checkpoint"):
+            return Origin(path, False)
         if any(folder.kind in ("committed", "damaged") for folder in steps.looks(steps.numbers()).values()):
             return Origin(path, True)
-        if ".metadata" in steps.retries.run(steps.root.names, "looking for a checkpoint"):
+        if steps.retries.run(functools.partial(holds_checkpoint, path), "looking for a checkpoint"):
             return Origin(path, False)
         began = [event.get("source") for event in Journal(steps).events() if event.get("event") == "began"]
         if not began or not isinstance(began[-1], str):

@@ -10,8 +10,10 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.nn.parameter import is_lazy
 
+from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CheckpointError, Mismatch, MismatchKind
 from torch_xla_ckpt.planner.mismatches import describe_leaf
+from torch_xla_ckpt.planner.pairing import pair_prefixed_keys, pair_tied_keys
 from torch_xla_ckpt.planner.policy import Policy, pair_wrapped_keys
 from torch_xla_ckpt.planner.saved import Saved, describe_saved, in_saved_order, is_quantized, paths_of
 from torch_xla_ckpt.reports import STATUSES, Outcome
@@ -68,11 +70,18 @@ def match(
     _require_initialized(leaves, policy)
     if policy.only or policy.exclude:
         policy.require_use_of_patterns({*leaves, *saved})
-    sources = _sources(leaves, saved, paths, policy)
+    is_flat = isinstance(metadata, _dcp.FlatMetadata)
+    sources = _sources(leaves, saved, paths, policy, is_flat=is_flat)
+    lacking = [key for key in leaves if key not in sources and policy.asks_for(key)]
+    twins = pair_tied_keys(lacking, leaves, sources)
     found = Match()
     _match_ranks(found, state_dict, saved, policy)
-    _match_target(found, state_dict, leaves, saved, paths, sources, policy)
-    _match_unused(found, state_dict, editor, saved, paths, sources, policy)
+    _match_target(found, state_dict, leaves, saved, paths, sources, twins, policy)
+    place = _empty_place(state_dict) if is_flat and not sources else None
+    if place is None:
+        _match_unused(found, state_dict, editor, saved, paths, sources, policy)
+    else:
+        _create_all(found, place, saved, policy)
     return found
 
 
@@ -90,6 +99,7 @@ def _match_target(
     saved: Mapping[str, Saved],
     paths: Mapping[str, Path],
     sources: Mapping[str, str],
+    twins: Mapping[str, tuple[str, str]],
     policy: Policy,
 ) -> None:
     """Decide for every key of the target."""
@@ -101,10 +111,15 @@ def _match_target(
             found.outcomes[key] = Outcome("missing")
         elif key in sources:
             _match_pair(found, key, leaf, sources[key], saved[sources[key]], policy)
+        elif key in twins:
+            continue  # decided when its twin is
         elif not _stands_for_container(leaf, paths):
             found.outcomes[key] = Outcome("missing")
             if policy.missing == "error":
                 found.mismatches.append(Mismatch(key, "missing", describe_leaf(leaf), "nothing"))
+    for key, (twin, source) in twins.items():  # the load of the twin fills the tensor that both name
+        if twin in found.outcomes:
+            found.outcomes[key] = replace(found.outcomes[twin], renamed=source)
 
 
 def _match_unused(
@@ -136,6 +151,26 @@ def _match_unused(
             kind[key] = key
         else:
             found.outcomes[key] = Outcome("unexpected")
+
+
+def _empty_place(state_dict: Mapping[Any, Any]) -> Any:
+    """Return the key of the only empty dict in a target; None if there is none or several."""
+    empty = [key for key, value in state_dict.items() if type(value) is dict and not value]
+    return empty[0] if len(empty) == 1 else None
+
+
+def _create_all(found: Match, place: Any, saved: Mapping[str, Saved], policy: Policy) -> None:
+    """Create all tensors of a model's file in the empty dict under ``place``."""
+    for source in saved:
+        key = f"{place}.{source}"
+        if not policy.asks_for(key):
+            found.outcomes[source] = Outcome("not requested")
+        elif policy.unexpected == "restore":
+            found.created[key] = (str(place), source)
+            found.tensors[key] = source
+            found.outcomes[key] = Outcome("created", source)
+        else:
+            found.outcomes[source] = Outcome("unexpected")
 
 
 def merged(outcomes: Iterable[Mapping[str, Outcome]]) -> dict[str, Outcome]:
@@ -200,9 +235,17 @@ class _RequestedParts:
 
 
 def _sources(
-    leaves: Mapping[str, Leaf], saved: Mapping[str, Saved], paths: Mapping[str, Path], policy: Policy
+    leaves: Mapping[str, Leaf], saved: Mapping[str, Saved], paths: Mapping[str, Path], policy: Policy, *, is_flat: bool
 ) -> dict[str, str]:
-    """Return the saved key that fills each requested target key; keys without one are left out."""
+    """Return the saved key that fills each requested target key; keys without one are left out.
+
+    Args:
+        leaves: the target's values by key.
+        saved: the checkpoint's values by key.
+        paths: path of each saved key.
+        policy: what to do where the two differ.
+        is_flat: whether the checkpoint is the file of one model.
+    """
     renamed, moved = policy.renamed(saved)
     sources: dict[str, str] = {}
     unmatched = []
@@ -218,6 +261,8 @@ def _sources(
     if unmatched:
         used = set(sources.values()) | moved
         sources |= pair_wrapped_keys(unmatched, [key for key in saved if key not in used])
+    if unmatched and not sources and is_flat:
+        sources = pair_prefixed_keys(unmatched, [key for key in saved if key not in moved])
     return sources
 
 

@@ -16,8 +16,9 @@ Shape = Literal["error", "keep"]
 NewNames = str | Sequence[str] | None
 Rename = Mapping[str, str | Sequence[str]] | Callable[[str], NewNames]
 
-# Elements that wrappers add to parameter names: FSDPv2, torch.compile, and DataParallel or DistributedDataParallel.
-_WRAPPERS = frozenset({"_orig_module", "_orig_mod", "module"})
+# Elements that wrappers add to parameter names: FSDPv2, torch.compile, DataParallel or DistributedDataParallel, and
+# activation checkpointing.
+_WRAPPERS = frozenset({"_orig_module", "_orig_mod", "module", "_checkpoint_wrapped_module"})
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def pair_wrapped_keys(target: Iterable[str], saved: Iterable[str]) -> dict[str, 
     Returns:
         For each matched target key, the saved key. A name that several keys of one side share is left out.
     """
-    targets, sources = _by_plain_name(target), _by_plain_name(saved)
+    targets, sources = by_plain_name(target), by_plain_name(saved)
     return {
         keys[0]: sources[name][0]
         for name, keys in targets.items()
@@ -125,9 +126,14 @@ def pair_wrapped_keys(target: Iterable[str], saved: Iterable[str]) -> dict[str, 
     }
 
 
-def _by_plain_name(keys: Iterable[str]) -> dict[str, list[str]]:
+def by_plain_name(keys: Iterable[str]) -> dict[str, list[str]]:
+    """Return keys by their names without the elements that wrappers add."""
     named: dict[str, list[str]] = {}
     for key in keys:
-        plain = ".".join(part for part in key.split(".") if part not in _WRAPPERS)
-        named.setdefault(plain, []).append(key)
+        named.setdefault(without_wrappers(key), []).append(key)
     return named
+
+
+def without_wrappers(key: str) -> str:
+    """Return a key without the elements that wrappers add."""
+    return ".".join(part for part in key.split(".") if part not in _WRAPPERS)

@@ -1,7 +1,8 @@
 """Reports of what a save or a load did: plain values, which import no other room."""
 
+from torch_xla_ckpt.reports.export import ExportReport
 from torch_xla_ckpt.reports.load import STATUSES, LoadReport, Outcome
 from torch_xla_ckpt.reports.sizes import format_bytes
 from torch_xla_ckpt.reports.timeline import Span, Timeline
 
-__all__ = ["STATUSES", "LoadReport", "Outcome", "Span", "Timeline", "format_bytes"]
+__all__ = ["STATUSES", "ExportReport", "LoadReport", "Outcome", "Span", "Timeline", "format_bytes"]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.planner import paths_of
 from torch_xla_ckpt.state import Path
@@ -44,6 +45,8 @@ class TopLevelKeys:
         """
         if given is not None:
             return self._require(given, "model_key")
+        if isinstance(self._metadata, _dcp.FlatMetadata):
+            return ""
         if "model" in self._keys:
             return "model"
         if any(key in self._metadata.state_dict_metadata for key in model.state_dict()):

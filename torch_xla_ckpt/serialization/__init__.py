@@ -9,7 +9,7 @@ constructors of numpy and torch would get states that a pickle sets, and small o
 """
 
 from torch_xla_ckpt.serialization import restricted
-from torch_xla_ckpt.serialization.archive import Archive, ArchiveError
+from torch_xla_ckpt.serialization.archive import Archive, ArchiveError, parsed_ranges
 from torch_xla_ckpt.serialization.metadata import METADATA, pickled_metadata, read_metadata
 from torch_xla_ckpt.serialization.objects import MAX_DEPTH, Encoded, Item, decode, encode
 from torch_xla_ckpt.serialization.restricted import AllowedType
@@ -26,6 +26,7 @@ __all__ = [
     "Refused",
     "decode",
     "encode",
+    "parsed_ranges",
     "pickled_metadata",
     "read_metadata",
     "restricted",

@@ -84,6 +84,43 @@ class Archive:
         return [m.name for m in self.members.values() if not m.crc and zlib.crc32(self._data[m.start : m.stop])]
 
 
+_HEADER = 512  # bytes of a member's header that are read with its name: more than torch's padding needs
+
+
+def parsed_ranges(data: memoryview) -> list[tuple[int, int]]:
+    """Return the byte ranges of an archive that describe its tensors: all bytes but those of the tensors.
+
+    Args:
+        data: a view as large as the archive. Only its end needs to have the archive's bytes. If the directory is not
+            among them, the result is the directory's range alone.
+
+    Raises:
+        ArchiveError: the end is not that of an archive.
+    """
+    try:
+        at, stop, _ = _directory(data)
+        directory = at, len(data)
+        if bytes(data[at : at + 4]) != b"PK\1\2":
+            return [directory]
+        entries = list(_entries(data, at, stop))
+    except struct.error as error:
+        raise ArchiveError(f"it is no complete zip archive ({error})") from error
+    ranges = [directory]
+    for entry in entries:
+        head = entry.offset + _HEADER + len(entry.name)
+        is_data = b"/data/" in entry.name
+        ranges.append((entry.offset, head if is_data else head + entry.size))
+        ranges.append((entry.offset + entry.size, head + entry.size))  # what may follow the member
+    inside = sorted((max(0, start), min(stop, len(data))) for start, stop in ranges if start < len(data))
+    merged: list[tuple[int, int]] = []
+    for start, stop in inside:
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+        else:
+            merged.append((start, stop))
+    return merged
+
+
 class _Entry(NamedTuple):
     """A member's entry in the central directory."""
 

@@ -44,8 +44,26 @@ def load(data: io.BytesIO | memoryview, allow_types: Sequence[AllowedType] = ())
     """
     view = data.getbuffer() if type(data) is io.BytesIO else memoryview(data.read() if hasattr(data, "read") else data)
     archive = Archive(view)
+    return _run(archive, view, allow_types, storages.Storages(archive))
+
+
+def load_mapped(view: memoryview) -> tuple[Any, list[torch.UntypedStorage]]:
+    """Return the value in an archive, with tensors that share the memory of ``view``, and their storages.
+
+    Args:
+        view: the archive's bytes, in writable memory: a private memory map, for example.
+
+    Raises:
+        Refused, ArchiveError, Exception: as for ``load``. Tensors of the other byte order are refused, too.
+    """
+    archive = Archive(view)
+    mapped = storages.MappedStorages(archive)
+    return _run(archive, view, (), mapped), mapped.untyped
+
+
+def _run(archive: Archive, view: memoryview, allow_types: Sequence[AllowedType], made: storages.Storages) -> Any:
     pickled = bytes(archive["data.pkl"])
-    machine = Machine(pickled, _TABLE, lambda: _named(allow_types), storages.Storages(archive), extra_bytes=len(view))
+    machine = Machine(pickled, _TABLE, lambda: _named(allow_types), made, extra_bytes=len(view))
     value = machine.run()
     if machine.bytes_left:
         raise Refused("it has bytes behind its pickle")

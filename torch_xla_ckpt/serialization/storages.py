@@ -80,18 +80,41 @@ class Storages:
         return made
 
     def _storage(self, key: str, dtype: torch.dtype, nbytes: int) -> torch.storage.TypedStorage:
-        name = f"data/{key}"
-        data = self._archive[name] if name in self._archive else memoryview(b"")
-        _require(nbytes <= len(data), f"claims {nbytes} bytes for a tensor, more than the archive holds")
+        data = self._bytes(key, nbytes)
         raw = torch.empty(nbytes, dtype=torch.uint8)
         if nbytes:
-            raw.numpy()[:] = np.frombuffer(data[:nbytes], np.uint8)
+            raw.numpy()[:] = np.frombuffer(data, np.uint8)
         if dtype is torch.bool:  # kernels rely on 0 and 1
             raw = raw.ne(0).view(torch.uint8)
         untyped = raw.untyped_storage()
         if self._swapped and dtype.itemsize > 1:
             untyped.byteswap(dtype)
         return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+
+    def _bytes(self, key: str, nbytes: int) -> memoryview:
+        name = f"data/{key}"
+        data = self._archive[name] if name in self._archive else memoryview(b"")
+        _require(nbytes <= len(data), f"claims {nbytes} bytes for a tensor, more than the archive holds")
+        return data[:nbytes]
+
+
+class MappedStorages(Storages):
+    """Makes storages that share the archive's memory.
+
+    Attributes:
+        untyped: the storages that were made.
+    """
+
+    def __init__(self, archive: Archive):
+        super().__init__(archive)
+        self.untyped: list[torch.UntypedStorage] = []
+
+    def _storage(self, key: str, dtype: torch.dtype, nbytes: int) -> torch.storage.TypedStorage:
+        _require(not self._swapped, "belongs to a computer with another byte order")
+        data = self._bytes(key, nbytes)
+        raw = torch.from_numpy(np.frombuffer(data, np.uint8)) if nbytes else torch.empty(0, dtype=torch.uint8)
+        self.untyped.append(raw.untyped_storage())
+        return torch.storage.TypedStorage(wrap_storage=raw.untyped_storage(), dtype=dtype, _internal=True)
 
 
 def _require(condition: bool, problem: str) -> None:

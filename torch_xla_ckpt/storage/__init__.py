@@ -8,8 +8,9 @@ from torch_xla_ckpt.storage import path_lock
 from torch_xla_ckpt.storage.checkpoint_index import read_index, written_by
 from torch_xla_ckpt.storage.file_names import is_checkpoint_file
 from torch_xla_ckpt.storage.folders import open_folder
+from torch_xla_ckpt.storage.foreign import Foreign, holds_checkpoint, is_file, read_foreign
 from torch_xla_ckpt.storage.leftover_files import leftovers
-from torch_xla_ckpt.storage.listing import ListedKey, Listing, read_listing
+from torch_xla_ckpt.storage.listing import ListedKey, Listing, listing_of, read_listing
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, path_mismatch
 from torch_xla_ckpt.storage.manifest import Manifest
 from torch_xla_ckpt.storage.opening import open_reader, open_writer, path_of, required_path
@@ -21,6 +22,7 @@ from torch_xla_ckpt.storage.writer import ShardWriter
 
 __all__ = [
     "REQUEST_TIMEOUT",
+    "Foreign",
     "ListedKey",
     "Listing",
     "Location",
@@ -33,14 +35,18 @@ __all__ = [
     "Stored",
     "VerifyReport",
     "checksum",
+    "holds_checkpoint",
     "is_checkpoint_file",
+    "is_file",
     "leftovers",
+    "listing_of",
     "open_folder",
     "open_reader",
     "open_writer",
     "path_lock",
     "path_mismatch",
     "path_of",
+    "read_foreign",
     "read_index",
     "read_listing",
     "required_path",

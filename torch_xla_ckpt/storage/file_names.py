@@ -18,6 +18,7 @@ _OURS = re.compile(
 _STOCK_DATA = re.compile(r"__\d+_\d+\.distcp")
 _SAVE_ID = re.compile(r"(?<=-)[0-9a-f]{16}(?=\.)")
 _LEASE = re.compile(r"lease-([0-9a-f]{16})\.json")
+_DRIVE = re.compile(r"[A-Za-z]:")  # a disk of Windows
 _METADATA_OF_RANK = re.compile(r"__(\d+)" + re.escape(METADATA))
 
 
@@ -122,7 +123,7 @@ def require_inside(name: str) -> None:
         UnsafeObjectError: the name leads out of the folder.
     """
     parts = name.replace("\\", "/").split("/")
-    if not name or "\0" in name or ":" in parts[0] or any(part in ("", ".", "..") for part in parts):
+    if not name or "\0" in name or _DRIVE.match(name) or any(part in ("", ".", "..") for part in parts):
         raise UnsafeObjectError(
             f"refused to open {name!r}: the checkpoint names a file outside of its folder. Do not load checkpoints "
             "from a source that you do not trust"

@@ -79,6 +79,9 @@ class LocalFolder(Folder):
                         names.append(entry.name)
         return names
 
+    def is_file(self, name: str) -> bool:
+        return os.path.isfile(self._path / name)
+
     def size(self, name: str) -> int:
         require_inside(name)
         with _missing_if_impossible(name):

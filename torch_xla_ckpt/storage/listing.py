@@ -24,6 +24,7 @@ from torch_xla_ckpt.storage.seal import read_seal
 from torch_xla_ckpt.storage.stored import Stored, checksum
 
 _INTEGERS = {int}
+_OURS = "torch_xla_ckpt"
 
 
 class ListedKey(NamedTuple):
@@ -53,13 +54,13 @@ class Listing:
     Args:
         keys: all keys, in saved order.
         files: size in bytes of each data file, by name. 0 if the checkpoint does not record it.
-        has_manifest: whether this package wrote the checkpoint.
+        kind: the format: "torch_xla_ckpt", "dcp" for checkpoints without a manifest, "safetensors" or "torch.save".
         save_id, time, step, user_metadata, software, writer: see ``Manifest``. Empty without a manifest.
     """
 
     keys: tuple[ListedKey, ...]
     files: Mapping[str, int]
-    has_manifest: bool
+    kind: str
     save_id: str = ""
     time: str = ""
     step: int | None = None
@@ -78,7 +79,7 @@ def read_listing(folder: Folder, rank: int | None = None) -> Listing:
 
     Raises: as ``read_index``.
     """
-    return _quick(folder, rank) or _from_index(read_index(folder, rank))
+    return _quick(folder, rank) or listing_of(read_index(folder, rank))
 
 
 def _quick(folder: Folder, rank: int | None) -> Listing | None:
@@ -109,7 +110,7 @@ def _from_json(top: Mapping[str, Any]) -> Listing:
     return Listing(
         keys=_in_order(keys, top["paths"]),
         files=dict(top["files"]),
-        has_manifest=True,
+        kind=_OURS,
         save_id=top["save_id"],
         time=top["time"],
         step=top["step"],
@@ -119,7 +120,13 @@ def _from_json(top: Mapping[str, Any]) -> Listing:
     )
 
 
-def _from_index(index: CheckpointIndex) -> Listing:
+def listing_of(index: CheckpointIndex, kind: str = "dcp") -> Listing:
+    """Return the listing of a checkpoint whose index was read.
+
+    Args:
+        index: the index.
+        kind: the format, if there is no manifest.
+    """
     metadata, manifest = index.metadata, index.manifest
     stored = {index: Stored.of(entry) for index, entry in _entries(metadata).items()}
     shardings = {index.fqn: item.sharding for index, item in stored.items() if item.sharding}
@@ -135,11 +142,11 @@ def _from_index(index: CheckpointIndex) -> Listing:
             keys.append(ListedKey(key, None, None, lengths.get(key, 0), 1, None))
     if manifest is None:
         files = Counter({item.relative_path: 0 for item in stored.values()})
-        return Listing(_in_order(keys, metadata.planner_data), files, False)
+        return Listing(_in_order(keys, metadata.planner_data), files, kind)
     return Listing(
         keys=_in_order(keys, metadata.planner_data),
         files=manifest.files,
-        has_manifest=True,
+        kind=_OURS,
         save_id=manifest.save_id,
         time=manifest.time,
         step=manifest.step,

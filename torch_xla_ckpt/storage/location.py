@@ -110,6 +110,12 @@ class Location:
             return os.path.realpath(self.path)
         return f"{_protocols(self.filesystem)[0]}://{self.path}"
 
+    @property
+    def parent(self) -> Location:
+        """The location of the folder that contains this path."""
+        head = self.path.rpartition("/")[0]
+        return replace(self, url=self.url.rpartition("/")[0] or "/", path=head or ("/" if self.is_local else ""))
+
     def child(self, name: str) -> Location:
         """Return the location of the folder ``name`` in this folder."""
         return replace(self, url=_join(self.url, name), path=_join(self.path, name))

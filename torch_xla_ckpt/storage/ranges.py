@@ -15,16 +15,19 @@ MAX_GAP = 64 << 10
 Range = tuple[int, int]
 
 
-def ranges_of(shape: Sequence[int], itemsize: int, offsets: Sequence[int], sizes: Sequence[int]) -> Integers:
+def ranges_of(
+    shape: Sequence[int], itemsize: int, offsets: Sequence[int], sizes: Sequence[int], gap: int = MAX_GAP
+) -> Integers:
     """Return the byte ranges of a region in a contiguous array.
 
-    Rows with a gap of at most ``MAX_GAP`` bytes share a range.
+    Rows with a gap of at most ``gap`` bytes share a range.
 
     Args:
         shape: shape of the array.
         itemsize: bytes of one element.
         offsets: first index of the region in each dimension.
         sizes: extent of the region in each dimension. The region must not be empty.
+        gap: bytes between two rows up to which they share a range. Default: ``MAX_GAP``.
 
     Returns:
         An (n, 2) array of starts and stops, ascending.
@@ -35,7 +38,7 @@ def ranges_of(shape: Sequence[int], itemsize: int, offsets: Sequence[int], sizes
     length = stride = itemsize
     for extent, offset, size in zip(reversed(shape), reversed(offsets), reversed(sizes)):
         # The region needs the first ``length`` bytes out of every ``stride`` bytes, ``size`` times.
-        if size == 1 or stride - length <= MAX_GAP:
+        if size == 1 or stride - length <= gap:
             starts = starts + offset * stride
             length += (size - 1) * stride
         else:

@@ -16,7 +16,7 @@ from torch_xla_ckpt.protocols import Folder, Window
 from torch_xla_ckpt.serialization import Refused, restricted
 from torch_xla_ckpt.storage.chunk_bytes import ChunkBytes, copy_elements
 from torch_xla_ckpt.storage.file_errors import NOT_A_FILE, TRANSIT, NotAFile
-from torch_xla_ckpt.storage.ranges import Range, blocks_of
+from torch_xla_ckpt.storage.ranges import MAX_GAP, Range, blocks_of
 from torch_xla_ckpt.storage.read_plan import ItemRead, ReadJob, windows_of
 from torch_xla_ckpt.storage.read_target import ReadResult, ReadTarget
 from torch_xla_ckpt.storage.stored import BLOCK, checksum
@@ -44,6 +44,14 @@ class JobReader:
         self._target = target
         self._verify = verify
 
+    def _gap(self, items: Sequence[ItemRead]) -> int:
+        """Return the gap in bytes up to which two ranges of a file are read as one.
+
+        A memory map reads no bytes between two ranges, so joining them only helps where whole blocks are checked.
+        """
+        has_checksums = self._verify and any(item.stored.checksums is not None for item in items)
+        return MAX_GAP if self._folder.remote or has_checksums else 0
+
     def read(self, job: ReadJob) -> list[ReadResult]:
         """Read the bytes of a job, check them, and fill the planner's buffers.
 
@@ -52,12 +60,16 @@ class JobReader:
             UnsafeObjectError: a tensor's item names something that could run code.
         """
         items = [item for _, item in job.items]
-        ranges = [item.ranges(self._verify) for item in items]
-        windows, numbers = windows_of(items, ranges)
+        gap = self._gap(items)
+        ranges = [item.ranges(self._verify, gap) for item in items]
+        windows, numbers = windows_of(items, ranges, gap)
         views = self._views(windows, items, job)
         reread: set[int] = set()  # numbers of windows that were read a second time
         results: list[ReadResult] = []
         for item, wanted, number in zip(items, ranges, numbers):
+            if item.stored.inline is not None:
+                results += self._filled(item, item.stored.offset, memoryview(item.stored.inline))
+                continue
             if not wanted:
                 results += self._without_bytes(item)
                 continue

@@ -63,25 +63,28 @@ class ItemRead:
         """File name and first byte, to sort items by."""
         return self.stored.relative_path, self.stored.offset
 
-    def ranges(self, verify: bool) -> list[Range]:
+    def ranges(self, verify: bool, gap: int = MAX_GAP) -> list[Range]:
         """Return the byte ranges of the file to read, ascending.
 
         Args:
             verify: read whole blocks where the item has checksums.
+            gap: bytes between two ranges up to which the ranges are read as one, where the item has no checksums.
         """
         stored = self.stored
+        if stored.inline is not None:
+            return []
         if verify and stored.checksums is not None and stored.extent <= BLOCK:
             return [(stored.offset, stored.offset + stored.extent)] if self.needed_bytes else []
         if stored.data is None:
             wanted = [(0, stored.length)]
         else:
             rows = [
-                ranges_of(self.shape, self.itemsize, request.storage_offsets, request.lengths)
+                ranges_of(self.shape, self.itemsize, request.storage_offsets, request.lengths, gap)
                 for request in self.requests
                 if math.prod(request.lengths)
             ]
             first = stored.data
-            wanted = merged([(start + first, stop + first) for part in rows for start, stop in part.tolist()], MAX_GAP)
+            wanted = merged([(start + first, stop + first) for part in rows for start, stop in part.tolist()], gap)
         if verify and stored.checksums is not None:
             return merged(stored.block(number)[:2] for number in blocks_of(wanted, BLOCK))
         return [(stored.offset + start, stored.offset + stop) for start, stop in wanted]
@@ -215,12 +218,15 @@ def jobs_of(reads: Sequence[KeyReads], remote: bool) -> Iterator[ReadJob]:
         yield job
 
 
-def windows_of(items: Sequence[ItemRead], ranges: Sequence[Sequence[Range]]) -> tuple[list[Window], list[int]]:
+def windows_of(
+    items: Sequence[ItemRead], ranges: Sequence[Sequence[Range]], gap: int = MAX_GAP
+) -> tuple[list[Window], list[int]]:
     """Join the byte ranges of neighbouring items into windows.
 
     Args:
         items: saved items.
         ranges: for each item, the byte ranges of its file to read, ascending.
+        gap: bytes between two ranges up to which the ranges are read as one.
 
     Returns:
         The windows, and for each item the number of its window; -1 if the item needs no bytes.
@@ -237,4 +243,4 @@ def windows_of(items: Sequence[ItemRead], ranges: Sequence[Sequence[Range]]) -> 
         else:
             windows.append((name, start, stop, list(wanted)))
         numbers[number] = len(windows) - 1
-    return [Window(name, start, stop, tuple(merged(parts, MAX_GAP))) for name, start, stop, parts in windows], numbers
+    return [Window(name, start, stop, tuple(merged(parts, gap))) for name, start, stop, parts in windows], numbers

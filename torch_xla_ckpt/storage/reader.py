@@ -26,6 +26,7 @@ from torch_xla_ckpt.storage.absent import no_checkpoint
 from torch_xla_ckpt.storage.checkpoint_index import CheckpointIndex, read_index, version_of
 from torch_xla_ckpt.storage.file_names import metadata_name
 from torch_xla_ckpt.storage.folders import open_folder
+from torch_xla_ckpt.storage.foreign import LACKING, read_foreign
 from torch_xla_ckpt.storage.limits import check_limits, default_threads
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, path_mismatch
 from torch_xla_ckpt.storage.manifest import Manifest
@@ -60,14 +61,15 @@ class _FoundCheckpoint(NamedTuple):
 
 
 class ShardReader(StorageReader):
-    """Reads DCP checkpoints: those of ``ShardWriter`` and those of any other writer.
+    """Reads DCP checkpoints of any writer, safetensors files and folders, and ``torch.save`` files.
 
     Any planner can use a ``ShardReader``. Local files are memory-mapped; remote files are read with concurrent ranged
     requests. Of each saved chunk, only the blocks with needed bytes are read, each once. Checkpoints of other writers
-    have no manifest and so no checksums; their items are read whole.
+    have no manifest and so no checksums; their items are read whole. Of safetensors and ``torch.save`` files, which
+    have no checksums either, exactly the needed bytes are read; of remote ones, gaps up to 64 KiB between them too.
 
     Args:
-        path: the checkpoint's folder: a local path or any fsspec URL.
+        path: the checkpoint's folder, or a file: a local path or any fsspec URL.
         verify: check everything that is read against the manifest's checksums. Without checks, damage stays unnoticed
             unless a file is too short. Default: True.
         memory_budget: host memory in bytes for what is read and not committed yet. Default: 1 GiB. One tensor's local
@@ -84,7 +86,7 @@ class ShardReader(StorageReader):
         stats: bytes read and needed since the last ``read_metadata``, a ``ReadStats``.
         manifest: the checkpoint's ``Manifest``, once its metadata has been read; None if another writer wrote the
             checkpoint.
-        version: a checksum of ``.metadata`` as it was read.
+        version: a checksum of ``.metadata`` as it was read; of the headers, for other formats.
 
     Raises (inside DCP's ``CheckpointException``; ``torch_xla_ckpt.load`` unwraps it):
         CorruptCheckpointError: bytes are not what was written. Key, file and byte range are named.
@@ -122,7 +124,9 @@ class ShardReader(StorageReader):
         """
         if checkpoint_id is not None:
             self.location = Location.of(checkpoint_id, self._storage_options, request_timeout=self._request_timeout)
-            self._folder = open_folder(self.location)
+            self._root = open_folder(self.location)
+        self._folder = self._root
+        self._is_foreign = False
         self.stats = ReadStats()
         self.manifest: Manifest | None = None
         self.version: bytes | None = None
@@ -169,14 +173,28 @@ class ShardReader(StorageReader):
         return self._pinned
 
     def _read_index(self, rank: int | None) -> CheckpointIndex:
+        self._folder, self._is_foreign = self._root, False
         try:
             return read_index(self._folder, rank, verify=self._verify)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
+            foreign = read_foreign(self.location, self._root)
+            if foreign is not None:
+                self._folder, self._is_foreign = foreign.folder, True
+                return foreign.index
             ranks_own = metadata_name(0) in self._folder.names()
             if rank is None and ranks_own:
                 raise
-            lacking = "no metadata of this rank" if ranks_own else f"no {metadata_name(None)}"
-            raise no_checkpoint(self._folder, lacking) from None
+            raise no_checkpoint(self._folder, "no metadata of this rank" if ranks_own else LACKING) from None
+
+    def _current_version(self) -> bytes | None:
+        """Return the checksum by which the checkpoint that is there now is known; None if there is none."""
+        if not self._is_foreign:
+            return version_of(self._folder, self._rank)
+        try:
+            foreign = read_foreign(self.location, self._root)
+        except (CheckpointError, OSError):
+            return self.version  # what is there cannot be read, and the error of the caller explains more
+        return None if foreign is None else foreign.index.version
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if isinstance(metadata, _UnreadableMetadata):
@@ -221,7 +239,7 @@ class ShardReader(StorageReader):
         Raises:
             ReplacedCheckpointError: ``.metadata`` has changed since it was read.
         """
-        if self.version is not None and version_of(self._folder, self._rank) != self.version:
+        if self.version is not None and self._current_version() != self.version:
             raise self._replaced() from error
 
     def _replaced(self) -> ReplacedCheckpointError:

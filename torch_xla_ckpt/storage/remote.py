@@ -76,6 +76,12 @@ class RemoteFolder(Folder):
     def folders(self) -> list[str]:
         return [name for name, entry in self._list().items() if entry["type"] == "directory"]
 
+    def is_file(self, name: str) -> bool:
+        try:
+            return self._requests.kind(name) == "file"
+        except FileNotFoundError:
+            return False
+
     def size(self, name: str) -> int:
         require_inside(name)
         return self._requests.size(name)

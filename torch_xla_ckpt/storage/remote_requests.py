@@ -121,8 +121,15 @@ class Requests:
 
     def size(self, name: str) -> int:
         """Return the size of a file in bytes."""
+        return int(self._info(name)["size"])
+
+    def kind(self, name: str) -> str:
+        """Return fsspec's type of an entry: "file" or "directory"."""
+        return str(self._info(name)["type"])
+
+    def _info(self, name: str) -> dict[str, Any]:
         self.forget_listing()
-        return int(self.call(f"look at {name}", 0, self.fs.info, self.full_path(name))["size"])
+        return self.call(f"look at {name}", 0, self.fs.info, self.full_path(name))
 
     def read_ranges(self, ranges: Sequence[ByteRange]) -> list[bytes]:
         """Return the bytes of each range, shorter where the file ends before. Failed reads are repeated."""

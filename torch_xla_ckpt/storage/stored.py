@@ -30,6 +30,7 @@ class Stored(NamedTuple):
         checksums: XXH3-64 of each block, 8 bytes each, big-endian. None where the checkpoint has no checksums.
         sharding: the live tensor's sharding, for people to read.
         transform_descriptors: DCP's extensions that wrote the item. This package never uses extensions.
+        inline: the item's bytes, if they are in memory already and not in the file as they are. Default: None.
     """
 
     relative_path: str
@@ -39,6 +40,7 @@ class Stored(NamedTuple):
     checksums: bytes | None = None
     sharding: str | None = None
     transform_descriptors: Sequence[str] | None = None
+    inline: bytes | None = None
 
     @classmethod
     def of(cls, entry: Any) -> Stored:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,17 +13,24 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torch_xla_ckpt import _dcp
-from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, Damage, ReplacedCheckpointError
+from torch_xla_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    Damage,
+    IncompleteCheckpointError,
+    ReplacedCheckpointError,
+)
 from torch_xla_ckpt.protocols import Folder
 from torch_xla_ckpt.serialization import METADATA
 from torch_xla_ckpt.storage.absent import no_checkpoint
 from torch_xla_ckpt.storage.checkpoint_index import CheckpointIndex, read_index, version_of
 from torch_xla_ckpt.storage.folders import open_folder
+from torch_xla_ckpt.storage.foreign import LACKING, read_foreign
 from torch_xla_ckpt.storage.limits import default_threads
 from torch_xla_ckpt.storage.location import Location, PathLike
 from torch_xla_ckpt.storage.progress import OnProgress, Progress
 from torch_xla_ckpt.storage.stored import Stored
-from torch_xla_ckpt.storage.verify_files import cannot_verify, check_file
+from torch_xla_ckpt.storage.verify_files import cannot_verify, check_archive, check_file
 
 _RESTARTS = 10  # of a verification during which a save replaces the checkpoint
 _RANKS_OWN = re.compile(r"__(\d+)" + re.escape(METADATA))
@@ -39,7 +47,8 @@ class VerifyReport:
         incomplete: tensors whose chunks do not cover them exactly once, and the regions where they do not.
         files: number of data files read.
         bytes_read: bytes read from data files.
-        checked_by: "xxh3_64", or "crc32" for a checkpoint without a manifest.
+        checked_by: "xxh3_64"; "crc32" for a checkpoint without a manifest and for ``torch.save`` files; "structure"
+            for safetensors files, which have no checksums.
         unchecked: keys of items with bytes that have no checksum. Damage of these bytes cannot be found.
         bytes_unchecked: number of bytes without a checksum.
     """
@@ -92,11 +101,11 @@ def verify(
 
     A checkpoint of ``ShardWriter`` is compared with its manifest: every byte of every file counts. A checkpoint of
     stock DCP has no checksums but the CRC-32 in its archives; this CRC-32 is checked. Tensors in a checkpoint of
-    ``ShardWriter`` whose manifest is lost have no checksums; the report lists them as ``unchecked``. No process group
-    and no device is needed.
+    ``ShardWriter`` whose manifest is lost have no checksums; the report lists them as ``unchecked``. Safetensors files
+    have none either: their headers, sizes and index are checked. No process group and no device is needed.
 
     Args:
-        path: the checkpoint's folder: a local path or any fsspec URL.
+        path: the checkpoint's folder, or a safetensors or ``torch.save`` file: a local path or any fsspec URL.
         storage_options: options of the fsspec filesystem behind a URL, such as ``{"anon": True}`` or
             ``{"endpoint_url": ...}``. Local paths ignore them. Default: none.
         progress: show a progress bar on a terminal if verifying takes long, which needs tqdm; or a function that is
@@ -111,7 +120,15 @@ def verify(
             folder of a run, the run's steps are named.
         UnsafeObjectError: ``.metadata`` names something that could run code.
     """
-    folder = open_folder(Location.of(path, storage_options))
+    location = Location.of(path, storage_options)
+    folder = open_folder(location)
+    if _has_no_metadata(folder):
+        try:
+            foreign = _verify_foreign(location, folder, progress)
+        except OSError as error:
+            raise cannot_verify(folder, "the model's files", error) from error
+        if foreign is not None:
+            return foreign
     for _ in range(_RESTARTS):
         try:
             report = _report(folder, progress)
@@ -129,6 +146,45 @@ def verify(
     )
 
 
+def _verify_foreign(location: Location, folder: Folder, progress: bool | OnProgress) -> VerifyReport | None:
+    """Verify a checkpoint in another format; None if there is none at the path."""
+    try:
+        found = read_foreign(location, folder)
+    except CorruptCheckpointError as error:
+        return VerifyReport(folder.url, error.damages, {}, 0, 0, "structure")
+    except IncompleteCheckpointError as error:
+        return VerifyReport(folder.url, (), dict.fromkeys(error.keys or ("",), str(error)), 0, 0, "structure")
+    if found is None:
+        return None
+    contents = found.contents
+    if contents.kind == "safetensors":
+        nbytes = {key: math.prod(place.shape) * place.dtype.itemsize for key, place in contents.tensors.items()}
+        unchecked = [key for key, size in nbytes.items() if size]
+        return VerifyReport(
+            folder.url,
+            (),
+            {},
+            len(contents.files),
+            contents.bytes_read,
+            "structure",
+            unchecked=tuple(unchecked),
+            bytes_unchecked=sum(nbytes.values()),
+        )
+    keys = tuple(contents.tensors)
+    with Progress("verifying", lambda: sum(contents.files.values()), progress) as bar:
+        checks = [check_archive(found.folder, name, size, keys, bar) for name, size in contents.files.items()]
+    return VerifyReport(
+        folder.url,
+        tuple(damage for check in checks for damage in check.damages),
+        {},
+        len(checks),
+        sum(check.bytes_read for check in checks),
+        "crc32",
+        unchecked=tuple(key for check in checks for key, _ in check.unchecked),
+        bytes_unchecked=sum(nbytes for check in checks for _, nbytes in check.unchecked),
+    )
+
+
 def _report(folder: Folder, progress: bool | OnProgress) -> VerifyReport | None:
     """Verify the checkpoint that is there now; None if a save replaced it meanwhile."""
     ranks = _ranks(folder)
@@ -137,6 +193,15 @@ def _report(folder: Folder, progress: bool | OnProgress) -> VerifyReport | None:
     folder.release()
     # Only a checkpoint that is still there is damaged: a newer save removes the files of the previous one.
     return report if report.ok or before == [version_of(folder, rank) for rank in ranks] else None
+
+
+def _has_no_metadata(folder: Folder) -> bool:
+    try:
+        return version_of(folder) is None
+    except NotADirectoryError:  # the path leads to a file
+        return True
+    except Exception as error:
+        raise cannot_verify(folder, METADATA, error) from error
 
 
 def _ranks(folder: Folder) -> list[int | None]:
@@ -150,7 +215,7 @@ def _ranks(folder: Folder) -> list[int | None]:
     # Ranks that save without collectives have one checkpoint each in the same folder.
     own = sorted(int(match[1]) for name in folder.names() if (match := _RANKS_OWN.fullmatch(name)))
     if not own:
-        raise no_checkpoint(folder)
+        raise no_checkpoint(folder, LACKING)
     return [*own]
 
 

@@ -87,6 +87,23 @@ def check_file(
         raise cannot_verify(folder, name, error) from error
 
 
+def check_archive(folder: Folder, name: str, size: int, keys: tuple[str, ...], bar: Progress) -> FileCheck:
+    """Check a whole ``torch.save`` file against the CRC-32 of its records.
+
+    Args:
+        folder: the file's folder.
+        name: the file's name.
+        size: the file's size in bytes.
+        keys: the keys of the tensors in the file.
+        bar: the progress bar.
+    """
+    (view,) = folder.view([Window(name, 0, size, ((0, size),))])
+    problem, unchecked = _check_archive(Stored(name, 0, size), view)
+    bar.advance(size)
+    damages = [] if problem is None else [Damage(name, 0, size, keys, problem)]
+    return FileCheck(damages, size, [(name, unchecked)] if unchecked else [])
+
+
 def cannot_verify(folder: Folder, what: str, error: Exception) -> CheckpointError:
     """Return the error for a file that cannot be read, which says nothing about its content.
 

@@ -1,0 +1,33 @@
+"""Formats of others: safetensors files and folders, and ``torch.save`` files.
+
+This room finds tensors in files and lays out new files. It moves no tensor data: ``storage`` reads the bytes, and
+``exchange`` writes them. Files are untrusted, and nothing in this room runs code from a file.
+"""
+
+from torch_xla_ckpt.formats.contents import Contents, TensorPlace
+from torch_xla_ckpt.formats.hugging_face import (
+    WEIGHTS,
+    index_of,
+    is_weights,
+    read_folder,
+    read_safetensors,
+    shard_names,
+)
+from torch_xla_ckpt.formats.safetensors import METADATA, NAMES, header_of
+from torch_xla_ckpt.formats.torch_file import read_torch_file, torch_file_of
+
+__all__ = [
+    "METADATA",
+    "NAMES",
+    "WEIGHTS",
+    "Contents",
+    "TensorPlace",
+    "header_of",
+    "index_of",
+    "is_weights",
+    "read_folder",
+    "read_safetensors",
+    "read_torch_file",
+    "shard_names",
+    "torch_file_of",
+]

@@ -1,0 +1,174 @@
+"""Files that ``torch.save`` wrote: the pickle is executed by the restricted machine, and tensors stay in the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import IO, Any, cast
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from torch_xla_ckpt.errors import CheckpointError, UnsafeObjectError
+from torch_xla_ckpt.formats.contents import Contents, TensorPlace, malformed, version_of
+from torch_xla_ckpt.formats.sparse_file import SparseFile
+from torch_xla_ckpt.protocols import Folder, Window
+from torch_xla_ckpt.serialization import MAX_DEPTH, Refused, encode, parsed_ranges, restricted
+from torch_xla_ckpt.state import Leaf, Path, flatten
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_TAIL = 1 << 20  # bytes at the end of a remote archive that are read first; they hold the directory of most archives
+_REPEATED = 64 << 20  # bytes by which a tensor that repeats its elements may exceed the file
+
+
+def read_torch_file(folder: Folder, name: str) -> Contents:
+    """Return the contents of a ``torch.save`` file that holds a dict.
+
+    Local files are memory-mapped, and tensors are not read. Of remote files, only the directory and the pickle are
+    read, unless the file holds tensors in other forms than a state dict has.
+
+    Raises:
+        CorruptCheckpointError: the file is no archive as ``torch.save`` writes it.
+        UnsafeObjectError: the file names something that could run code.
+        CheckpointError: the file holds no dict.
+    """
+    size = folder.size(name)
+    view, read = _skeleton(folder, name, size)
+    found = _contents(folder, name, view, size, is_whole=not folder.remote)
+    if found is None:
+        (view,) = folder.view([Window(name, 0, size, ((0, size),))])
+        read = size
+        found = _contents(folder, name, view, size, is_whole=True)
+    assert found is not None
+    tensors, objects, paths = found
+    shapes = [f"{key} {place.offset} {place.dtype} {place.shape}".encode() for key, place in tensors.items()]
+    version = version_of([name.encode(), str(size).encode(), *shapes, *objects.values()])
+    return Contents("torch.save", {name: size}, tensors, version, objects, paths, read)
+
+
+def _skeleton(folder: Folder, name: str, size: int) -> tuple[memoryview, int]:
+    """Return a view of the file with at least the bytes that describe its tensors, and the bytes that were read."""
+    if not folder.remote:
+        (view,) = folder.view([Window(name, 0, size, ((0, size),))])
+        return view, 0
+    tail = max(0, size - _TAIL)
+    parts: list[tuple[int, int]] = [(tail, size)]
+    try:
+        for _ in range(2):  # the directory may begin before the tail
+            (view,) = folder.view([Window(name, 0, size, tuple(parts))])
+            parts = parsed_ranges(view)
+    except ValueError as error:
+        raise _no_archive(name, size, error) from error
+    (view,) = folder.view([Window(name, 0, size, tuple(parts))])
+    return view, sum(stop - start for start, stop in parts)
+
+
+def _contents(
+    folder: Folder, name: str, view: memoryview, size: int, *, is_whole: bool
+) -> tuple[dict[str, TensorPlace], dict[str, bytes], Mapping[str, Path]] | None:
+    """Return tensors, objects and paths. None if that takes bytes of tensors, and the view does not have them."""
+    value, storages = _loaded(folder, name, view, size)
+    if not isinstance(value, Mapping):
+        raise CheckpointError(
+            f"{name} in {folder.url} holds a {type(value).__name__}, and a checkpoint is a dict. Save a dict with "
+            "torch.save, such as model.state_dict()"
+        )
+    leaves = flatten(value, with_empty=True, deepest=MAX_DEPTH)
+    base = np.frombuffer(view, np.uint8).ctypes.data if size else 0
+    tensors: dict[str, TensorPlace] = {}
+    others: dict[str, Leaf] = {}
+    in_place: set[int] = set()
+    for key, leaf in leaves.items():
+        tensor = leaf.value
+        if leaf.is_tensor and _lies_plainly(tensor):
+            in_place.add(tensor.untyped_storage().data_ptr())
+            offset = tensor.data_ptr() - base if tensor.numel() else 0
+            tensors[key] = TensorPlace(tensor.dtype, tuple(tensor.shape), name, offset)
+        else:
+            others[key] = leaf
+    if not is_whole and not {one.data_ptr() for one in storages if one.nbytes()} <= in_place:
+        return None
+    objects = {}
+    for key, leaf in others.items():
+        if leaf.is_tensor and _is_strided(leaf.value):
+            tensors[key] = _copied(key, leaf.value, name, size)
+        else:
+            objects[key] = encode(key, leaf.value, lambda tensor: tensor).getvalue()
+    is_flat = not objects and all(len(leaf.path) == 1 for leaf in leaves.values())
+    return tensors, objects, {} if is_flat else {key: leaf.path for key, leaf in leaves.items()}
+
+
+def _loaded(folder: Folder, name: str, view: memoryview, size: int) -> tuple[Any, list[torch.UntypedStorage]]:
+    """Return the value in the file, and the storages that its tensors share with the view."""
+    try:
+        return restricted.load_mapped(view)
+    except Refused as error:
+        what = ", ".join(error.names) or str(error)
+        raise UnsafeObjectError(
+            f"refused to load {name} in {folder.url}: it names something that could run code ({what}). Nothing was "
+            "loaded. If you trust the file, load it with torch.load(..., weights_only=False) and save "
+            "model.state_dict() again",
+            types=error.names,
+        ) from error
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise _no_archive(name, size, error) from error
+
+
+def _no_archive(name: str, size: int, error: Exception) -> CheckpointError:
+    return malformed(
+        name, 0, size, f"it is no archive as torch.save writes it since torch 1.6 ({type(error).__name__}: {error})"
+    )
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    plain = type(tensor) in _PLAIN and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    return plain and not tensor.is_quantized and not tensor.is_nested
+
+
+def _lies_plainly(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements follow one another in the file, in C order."""
+    return _is_strided(tensor) and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _copied(key: str, tensor: torch.Tensor, name: str, size: int) -> TensorPlace:
+    """Return a place with a copy of a tensor's elements, in C order."""
+    if tensor.numel() * tensor.itemsize > size + _REPEATED:
+        raise CheckpointError(
+            f"{key!r} in {name} repeats its elements (as after expand) and would need {tensor.nbytes:,} bytes of memory, "
+            f"and the file has {size:,}. Nothing was loaded. Save tensor.clone() of the tensor before expand"
+        )
+    elements = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    data = elements.reshape(-1).view(torch.uint8).numpy().tobytes() if elements.numel() else b""
+    return TensorPlace(tensor.dtype, tuple(tensor.shape), name, 0, data)
+
+
+def torch_file_of(
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]],
+) -> tuple[list[tuple[int, bytes]], dict[str, int], int]:
+    """Lay out a new ``torch.save`` file that holds a dict of tensors.
+
+    Args:
+        tensors: name, dtype and shape of each tensor.
+
+    Returns:
+        Positions and bytes of everything but the elements, the position of each tensor in the file, and the size of
+        the whole file in bytes.
+    """
+    file = SparseFile()
+    with FakeTensorMode(), torch.serialization.skip_data():
+        value = {name: torch.empty(tuple(shape), dtype=dtype) for name, dtype, shape in tensors}
+        torch.save(value, cast(IO[bytes], file))
+    gaps = iter(file.gaps())
+    offsets = {}
+    for name, tensor in value.items():
+        nbytes = tensor.numel() * tensor.dtype.itemsize
+        if not nbytes:
+            offsets[name] = 0
+            continue
+        start, stop = next(gaps)
+        if stop - start != nbytes:
+            raise CheckpointError(f"torch {torch.__version__} lays out {name!r} in an unknown way. Nothing was written")
+        offsets[name] = start
+    return file.written(), offsets, file.end
