@@ -1,11 +1,16 @@
 """Checkpoints of every kind that a path can name, with the same small state in each of them."""
 
+import json
+
 import torch
 import torch.distributed.checkpoint as dcp
 import torch_xla.experimental.distributed_checkpoint as torch_xla_checkpoint
 
+from safetensors.torch import save_file
+
 import torch_xla_ckpt as xc
 from support.meshes import mesh, put, settle
+from torch_xla_ckpt.state import flatten
 
 LAYERS = 3
 KEYS = [f"model.layers.{n}.{name}" for n in range(LAYERS) for name in ("weight", "bias")]
@@ -59,11 +64,28 @@ def save_lightning(path):
     torch.save({"epoch": 3}, path / "meta.pt")
 
 
+def save_safetensors(path):
+    """A folder of safetensors files with an index, as the Hub has it."""
+    path.mkdir()
+    tensors = {key: leaf.value for key, leaf in flatten(host_state()).items() if leaf.is_tensor}
+    weight_map = {key: f"model-0000{1 + n % 2}-of-00002.safetensors" for n, key in enumerate(tensors)}
+    for name in set(weight_map.values()):
+        save_file({key: tensors[key].contiguous() for key in tensors if weight_map[key] == name}, path / name)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def save_torch(path):
+    """One file of ``torch.save``."""
+    torch.save(host_state(), path)
+
+
 CHECKPOINTS = {
     "ours": save_ours,
     "stock": save_stock,
     "torch_xla": save_torch_xla,
     "lightning": save_lightning,
+    "safetensors": save_safetensors,
+    "torch": save_torch,
 }
 
 
