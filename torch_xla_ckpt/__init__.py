@@ -12,10 +12,11 @@ from torch_xla_ckpt.errors import (
     ReplacedCheckpointError,
     UnsafeObjectError,
 )
+from torch_xla_ckpt.exchange import export
 from torch_xla_ckpt.inspecting import Contents, Difference, RunContents, diff, inspect
 from torch_xla_ckpt.manager import CheckpointManager, History, Record, Verdict, keep, when
 from torch_xla_ckpt.planner import SPMDLoadPlanner, SPMDSavePlanner
-from torch_xla_ckpt.reports import LoadReport, Outcome, Span, Timeline
+from torch_xla_ckpt.reports import ExportReport, LoadReport, Outcome, Span, Timeline
 from torch_xla_ckpt.restoring import prime_optimizer, restore
 from torch_xla_ckpt.staging import AsyncSave, Choice, SPMDStager
 from torch_xla_ckpt.state import PerRank
@@ -31,6 +32,7 @@ __all__ = [
     "CorruptCheckpointError",
     "Damage",
     "Difference",
+    "ExportReport",
     "History",
     "IncompleteCheckpointError",
     "LoadReport",
@@ -53,6 +55,7 @@ __all__ = [
     "VerifyReport",
     "async_save",
     "diff",
+    "export",
     "inspect",
     "keep",
     "load",

@@ -91,7 +91,7 @@ def save(
     processes = Processes(process_group, no_dist)
     with processes.agreed(doing):
         state = _states(state_dict)
-    with _readable_errors(processes, doing, "saved"), _abandoned_on_error(writer):
+    with readable_errors(processes, doing, "saved"), _abandoned_on_error(writer):
         return _shortened(writer, _dcp.save(state, writer, SPMDSavePlanner(), process_group, processes.alone))
 
 
@@ -232,7 +232,7 @@ def load(
         )
 
     def load_once(planner: SPMDLoadPlanner) -> None:
-        with _readable_errors(processes, doing, "loaded"):
+        with readable_errors(processes, doing, "loaded"):
             _dcp.load(state, reader, planner, process_group, processes.alone)
 
     planner, restarts = _load_unreplaced(load_once, new_planner, reader)
@@ -323,7 +323,7 @@ def _abandoned_on_error(writer: dcp.StorageWriter) -> Iterator[None]:
 
 
 @contextmanager
-def _readable_errors(processes: Processes, doing: str, done: str) -> Iterator[None]:
+def readable_errors(processes: Processes, doing: str, done: str) -> Iterator[None]:
     """Turn DCP's and torch.distributed's errors in the block into this package's errors.
 
     ``except Exception`` does not catch DCP's ``CheckpointException``.

@@ -156,6 +156,9 @@ def test_nothing_at_the_path_is_one_line_and_status_2(tmp_path, command):
     (tmp_path / "other" / "notes.txt").write_text("x")
     for name in ("absent", "empty", "file", "other", "absent/latest", "file/latest"):
         answer = call(verb, tmp_path / name, *(tmp_path / "b" if one == "B" else one for one in rest))
+        if (verb, name) == ("verify", "file"):
+            assert answer.status == 1  # a file that begins like no other format is a damaged safetensors file
+            continue
         assert answer.status == 2 and answer.out == "", name
         assert len(answer.err.splitlines()) == 1 and answer.err.startswith("xc: "), answer.err
 

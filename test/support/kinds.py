@@ -5,7 +5,6 @@ import json
 import torch
 import torch.distributed.checkpoint as dcp
 import torch_xla.experimental.distributed_checkpoint as torch_xla_checkpoint
-
 from safetensors.torch import save_file
 
 import torch_xla_ckpt as xc

@@ -67,7 +67,8 @@ def read_folder(folder: Folder) -> Contents | None:
         indices = [f"model{_INDEX}"]
     if len(indices) > 1:
         raise CheckpointError(
-            f"{folder.url} has several models: {', '.join(indices[:_SHOWN])}. Pass the path of one model's folder or file"
+            f"{folder.url} has several models: {', '.join(indices[:_SHOWN])}. Pass the path of a folder or file with "
+            "one model"
         )
     if indices:
         return _read_indexed(folder, indices[0], files)

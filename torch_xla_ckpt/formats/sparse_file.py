@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 
 from torch_xla_ckpt.protocols import Bytes
 
@@ -49,4 +50,4 @@ class SparseFile:
     def gaps(self) -> list[tuple[int, int]]:
         """Return where each gap starts and stops, ascending."""
         pieces = self.written()
-        return [(start + len(data), after) for (start, data), (after, _) in zip(pieces, pieces[1:])]
+        return [(start + len(data), after) for (start, data), (after, _) in itertools.pairwise(pieces)]

@@ -136,8 +136,8 @@ def _copied(key: str, tensor: torch.Tensor, name: str, size: int) -> TensorPlace
     """Return a place with a copy of a tensor's elements, in C order."""
     if tensor.numel() * tensor.itemsize > size + _REPEATED:
         raise CheckpointError(
-            f"{key!r} in {name} repeats its elements (as after expand) and would need {tensor.nbytes:,} bytes of memory, "
-            f"and the file has {size:,}. Nothing was loaded. Save tensor.clone() of the tensor before expand"
+            f"{key!r} in {name} repeats its elements (as after expand) and would need {tensor.nbytes:,} bytes of "
+            f"memory, and the file has {size:,}. Nothing was loaded. Save tensor.clone() of the tensor before expand"
         )
     elements = tensor.detach().resolve_conj().resolve_neg().contiguous()
     data = elements.reshape(-1).view(torch.uint8).numpy().tobytes() if elements.numel() else b""
@@ -157,8 +157,9 @@ def torch_file_of(
         the whole file in bytes.
     """
     file = SparseFile()
-    with FakeTensorMode(), torch.serialization.skip_data():
+    with FakeTensorMode():
         value = {name: torch.empty(tuple(shape), dtype=dtype) for name, dtype, shape in tensors}
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(value, cast(IO[bytes], file))
     gaps = iter(file.gaps())
     offsets = {}

@@ -6,7 +6,7 @@ as it reads chunks of a DCP checkpoint: ranges of bytes, each once, straight int
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -35,7 +35,8 @@ _ZIP = b"PK\3\4"
 _PICKLE = b"\x80"  # files of torch.save before torch 1.6, and pickles of other programs
 
 
-class Foreign(NamedTuple):
+@dataclass(frozen=True)
+class Foreign:
     """A checkpoint in another format.
 
     Args:

@@ -16,7 +16,7 @@ Range = tuple[int, int]
 
 
 def ranges_of(
-    shape: Sequence[int], itemsize: int, offsets: Sequence[int], sizes: Sequence[int], gap: int = MAX_GAP
+    shape: Sequence[int], itemsize: int, offsets: Sequence[int], sizes: Sequence[int], gap: int | None = None
 ) -> Integers:
     """Return the byte ranges of a region in a contiguous array.
 
@@ -32,6 +32,7 @@ def ranges_of(
     Returns:
         An (n, 2) array of starts and stops, ascending.
     """
+    gap = MAX_GAP if gap is None else gap
     if tuple(sizes) == tuple(shape):
         return np.array([[0, math.prod(sizes) * itemsize]])
     starts = np.zeros(1, dtype=np.int64)

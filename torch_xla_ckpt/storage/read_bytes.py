@@ -47,9 +47,9 @@ class JobReader:
     def _gap(self, items: Sequence[ItemRead]) -> int:
         """Return the gap in bytes up to which two ranges of a file are read as one.
 
-        A memory map reads no bytes between two ranges, so joining them only helps where whole blocks are checked.
+        A memory map reads no bytes between two ranges, so joining them only helps where whole blocks may be checked.
         """
-        has_checksums = self._verify and any(item.stored.checksums is not None for item in items)
+        has_checksums = any(item.stored.checksums is not None for item in items)
         return MAX_GAP if self._folder.remote or has_checksums else 0
 
     def read(self, job: ReadJob) -> list[ReadResult]:

@@ -1,0 +1,185 @@
+"""Exports of live tensors: every rank writes the boxes that it holds to their place in the files.
+
+The files are written by a DCP storage writer, so that the save planner's proof of an exact cover, the balance between
+ranks, and the errors of one rank on all ranks are the same as in a save.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+
+from torch_xla_ckpt import _dcp
+from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.exchange.from_checkpoint import in_order
+from torch_xla_ckpt.exchange.layout import Layout, OutTensor
+from torch_xla_ckpt.exchange.local_files import LocalFiles
+from torch_xla_ckpt.layout import Box
+from torch_xla_ckpt.protocols import Folder
+from torch_xla_ckpt.state import Buffers
+from torch_xla_ckpt.storage import default_threads
+
+
+class ModelWriter(StorageWriter):
+    """DCP storage that writes the files of a model.
+
+    Args:
+        begin: called on the coordinator with shape and dtype of all tensors. Lays out the files and creates them.
+        open_files: opens the files for a rank, given what ``begin`` returned; None to write whole files to ``folder``.
+        commit: called on the coordinator when all ranks have written.
+        memory_budget: bytes of tensors that are in memory at the same time, unless one tensor is larger.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[Mapping[str, tuple[tuple[int, ...], torch.dtype]]], Any],
+        write: Callable[[Any, SavePlan, SavePlanner], None],
+        commit: Callable[[], None],
+    ):
+        super().__init__()
+        self._begin = begin
+        self._write = write
+        self._commit = commit
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for item in (item for plan in plans for item in plan.items):
+            assert item.tensor_data is not None
+            found[item.index.fqn] = tuple(item.tensor_data.size), item.tensor_data.properties.dtype
+        told = self._begin(found)
+        return [replace(plan, storage_data=told) for plan in plans]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        self._write(plan.storage_data, plan, planner)
+        done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        done.set_result([])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self._commit()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False
+
+
+def write_boxes(files: LocalFiles, items: Sequence[WriteItem], planner: SavePlanner, memory_budget: int) -> None:
+    """Write a rank's boxes to local files. This thread fetches them, and other threads write.
+
+    Boxes of one tensor that follow one another in the file are put together first, so that each row is not a write.
+
+    Args:
+        files: the open files.
+        items: the boxes to write, those of one tensor next to each other.
+        planner: fetches the boxes.
+        memory_budget: bytes of fetched boxes that wait to be written.
+    """
+    buffers = Buffers()
+    running: dict[Future[None], int] = {}
+    used = 0
+    with ThreadPoolExecutor(default_threads(remote=False), "export") as pool:
+        for name, group in groupby(items, lambda item: item.index.fqn):
+            together = list(group)
+            boxes = [_box(item) for item in together]
+            tensor = files.tensor(name)
+            cost = sum(box.volume for box in boxes) * tensor.saved.itemsize
+            while running and used + cost > memory_budget:
+                done = wait(running, return_when=FIRST_COMPLETED).done
+                for future in done:
+                    used -= running.pop(future)
+                    future.result()
+            fetched = [_fetched(planner, item) for item in together]
+            running[pool.submit(_write_tensor, files, tensor, boxes, fetched, buffers)] = cost
+            used += cost
+            del fetched
+        for future in running:
+            future.result()
+
+
+def whole_tensors(
+    tensors: Sequence[OutTensor], items: Sequence[WriteItem], planner: SavePlanner
+) -> Iterator[tuple[OutTensor, torch.Tensor]]:
+    """Yield whole tensors in order, from a rank that holds all of them."""
+    by_name: dict[str, list[WriteItem]] = {}
+    for item in items:
+        by_name.setdefault(item.index.fqn, []).append(item)
+    buffers = Buffers()
+    for tensor in tensors:
+        own = by_name.get(tensor.name, [])
+        if len(own) == 1:
+            yield tensor, _fetched(planner, own[0])
+            continue
+        whole = buffers.empty(tensor.shape, tensor.dtype)
+        for item in own:
+            whole[_box(item).slices].copy_(_fetched(planner, item))
+        yield tensor, whole
+
+
+def write_whole_files(layout: Layout, folder: Folder, items: Sequence[WriteItem], planner: SavePlanner) -> int:
+    """Write whole files to a store, one after the other. Return the bytes of their tensors."""
+    for file in layout.files:
+        sink = folder.create(file.name)
+        try:
+            for part in in_order(file, whole_tensors(file.tensors, items, planner)):
+                sink.write(part)
+            sink.close()
+        except BaseException:
+            sink.abandon()
+            raise
+    return sum(tensor.nbytes for tensor in layout.tensors)
+
+
+def _write_tensor(
+    files: LocalFiles, tensor: OutTensor, boxes: Sequence[Box], fetched: list[torch.Tensor], buffers: Buffers
+) -> None:
+    """Write the boxes of one tensor."""
+    region = _region_of(tensor.shape, boxes)
+    if region is None or len(boxes) == 1:
+        for box, data in zip(boxes, fetched):
+            files.write(tensor.name, box, data)
+        return
+    together = buffers.empty(region.sizes, tensor.dtype)
+    while fetched:
+        box = boxes[len(fetched) - 1]
+        together[box.relative_to(region).slices].copy_(fetched.pop())
+    files.write(tensor.name, region, together)
+
+
+def _region_of(shape: tuple[int, ...], boxes: Sequence[Box]) -> Box | None:
+    """Return the region that boxes without a common element fill without a gap; None if they fill no region."""
+    if not shape:
+        return boxes[0]
+    low = tuple(min(box.offsets[dim] for box in boxes) for dim in range(len(shape)))
+    high = tuple(max(box.offsets[dim] + box.sizes[dim] for box in boxes) for dim in range(len(shape)))
+    region = Box(low, tuple(b - a for a, b in zip(low, high)))
+    return region if region.volume == sum(box.volume for box in boxes) else None
+
+
+def _fetched(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    data = planner.resolve_data(item)
+    if isinstance(data, io.BytesIO):
+        raise CheckpointError(f"{item.index.fqn!r} is no tensor. Nothing was exported")
+    return data.detach()
+
+
+def _box(item: WriteItem) -> Box:
+    assert item.tensor_data is not None
+    return _dcp.box_of(item.tensor_data.chunk)

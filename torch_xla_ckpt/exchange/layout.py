@@ -1,0 +1,148 @@
+"""The files of an export: their names and sizes, and the place of each tensor, all known before a byte is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.formats import NAMES, header_of, index_of, shard_names, torch_file_of
+
+_SHOWN = 20  # keys that an error names
+
+
+@dataclass(frozen=True)
+class OutTensor:
+    """A tensor to write.
+
+    Args:
+        name: its name in the file.
+        source: its key in the source.
+        shape: its shape.
+        saved: its dtype in the source.
+        dtype: its dtype in the file.
+    """
+
+    name: str
+    source: str
+    shape: tuple[int, ...]
+    saved: torch.dtype
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class OutFile:
+    """A file to write.
+
+    Args:
+        name: the file's name.
+        size: the file's size in bytes.
+        pieces: everything but the tensors: positions and bytes, ascending.
+        tensors: the tensors, in the order of their bytes.
+        offsets: position of each tensor's first byte, by name.
+    """
+
+    name: str
+    size: int
+    pieces: tuple[tuple[int, bytes], ...]
+    tensors: tuple[OutTensor, ...]
+    offsets: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All files of an export.
+
+    Args:
+        files: the files with tensors.
+        last: name and bytes of the file that makes the folder a model, to be written after all others; None if there
+            is only one file.
+    """
+
+    files: tuple[OutFile, ...]
+    last: tuple[str, bytes] | None = None
+
+    @property
+    def tensors(self) -> list[OutTensor]:
+        """All tensors."""
+        return [tensor for file in self.files for tensor in file.tensors]
+
+
+def out_dtype(saved: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of a tensor in the file.
+
+    Integers stay. So do floating-point numbers of one byte, whose scales are other tensors.
+    """
+    is_cast = dtype is not None and saved.is_floating_point and saved.itemsize > 1
+    return dtype if is_cast and dtype is not None else saved
+
+
+def require_dtypes(tensors: Sequence[OutTensor], format: str) -> None:
+    """Check that a format has the dtypes of all tensors.
+
+    Raises:
+        CheckpointError: naming all keys of the tensors that it lacks.
+    """
+    if format != "safetensors":
+        return
+    bad = [f"{one.source} ({one.dtype})" for one in tensors if one.dtype not in NAMES]
+    if bad:
+        more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+        raise CheckpointError(
+            f"safetensors has no dtype for {', '.join(bad[:_SHOWN])}{more}. Nothing was written. Leave these keys out "
+            'with exclude=, or pass format="torch"'
+        )
+
+
+def layout_of(tensors: Sequence[OutTensor], format: str, max_shard_bytes: int, file: str | None) -> Layout:
+    """Return the files of an export.
+
+    Args:
+        tensors: the tensors, in the model's order.
+        format: "safetensors" or "torch".
+        max_shard_bytes: bytes of tensors from which a new file begins. A larger tensor has a file of its own.
+        file: the name of the only file, if the path of the export is a file. None for a folder.
+    """
+    if format == "torch":
+        assert file is not None
+        return Layout((_torch_file(file, tensors),))
+    groups = [list(tensors)] if file is not None else _groups(tensors, max_shard_bytes)
+    names = [file] if file is not None else shard_names(len(groups))
+    files = tuple(_safetensors_file(name, group) for name, group in zip(names, groups))
+    if len(files) == 1:
+        return Layout(files)
+    weight_map = {tensor.name: out.name for out in files for tensor in out.tensors}
+    return Layout(files, index_of(weight_map, sum(tensor.nbytes for tensor in tensors)))
+
+
+def _groups(tensors: Sequence[OutTensor], most: int) -> list[list[OutTensor]]:
+    groups: list[list[OutTensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if groups[-1] and size + tensor.nbytes > most:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.nbytes
+    return groups
+
+
+def _safetensors_file(name: str, tensors: Sequence[OutTensor]) -> OutFile:
+    # Large elements first: so each tensor begins at a multiple of its element's size, as readers need it.
+    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    head, offsets, size = header_of((tensor.name, tensor.dtype, tensor.shape) for tensor in ordered)
+    return OutFile(name, size, ((0, head),), tuple(ordered), offsets)
+
+
+def _torch_file(name: str, tensors: Sequence[OutTensor]) -> OutFile:
+    pieces, offsets, size = torch_file_of((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
+    ordered = sorted(tensors, key=lambda tensor: offsets[tensor.name])
+    return OutFile(name, size, tuple(pieces), tuple(ordered), offsets)

@@ -1,0 +1,113 @@
+"""Writing regions of tensors to their final place in local files."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from torch_xla_ckpt.exchange.layout import OutFile, OutTensor
+from torch_xla_ckpt.layout import Box
+
+
+class LocalFiles:
+    """The open files of an export, for all threads of a process.
+
+    Args:
+        folder: the folder of the files, which exist at their full size.
+        files: the files.
+    """
+
+    def __init__(self, folder: Path, files: tuple[OutFile, ...]):
+        self._folder = folder
+        self._place: Mapping[str, tuple[OutFile, OutTensor]] = {
+            tensor.name: (file, tensor) for file in files for tensor in file.tensors
+        }
+        self._opened: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self.bytes_written = 0
+
+    def tensor(self, name: str) -> OutTensor:
+        """Return the tensor of a name."""
+        return self._place[name][1]
+
+    def write(self, name: str, box: Box, data: torch.Tensor) -> None:
+        """Write a region of a tensor.
+
+        Args:
+            name: the tensor's name.
+            box: the region.
+            data: the region's elements in host memory, of any dtype.
+        """
+        file, tensor = self._place[name]
+        data = data.to(tensor.dtype).contiguous() if data.numel() else data
+        raw = data.reshape(-1).view(torch.uint8).numpy().data if data.numel() else memoryview(b"")
+        descriptor = self._descriptor(file.name)
+        done = 0
+        for start, stop in runs_of(tensor.shape, box):
+            at = file.offsets[name] + start * tensor.dtype.itemsize
+            nbytes = (stop - start) * tensor.dtype.itemsize
+            _write_all(descriptor, raw[done : done + nbytes], at)
+            done += nbytes
+        with self._lock:
+            self.bytes_written += done
+
+    def close(self) -> None:
+        """Put everything on stable storage, and close the files."""
+        try:
+            for descriptor in self._opened.values():
+                os.fsync(descriptor)
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close the files."""
+        while self._opened:
+            os.close(self._opened.popitem()[1])
+
+    def _descriptor(self, name: str) -> int:
+        with self._lock:
+            if name not in self._opened:
+                self._opened[name] = os.open(self._folder / name, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
+            return self._opened[name]
+
+
+def is_one_run(shape: tuple[int, ...], box: Box) -> bool:
+    """Whether the elements of a region follow one another in the whole tensor."""
+    partial = [dim for dim, size in enumerate(box.sizes) if size != shape[dim]]
+    return not partial or all(size == 1 for size in box.sizes[: partial[-1]])
+
+
+def runs_of(shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
+    """Yield where each run of a region's elements starts and stops in the whole tensor, in C order."""
+    if not box.volume:
+        return
+    inner = len(shape)  # the dimensions from here on are whole
+    while inner and box.sizes[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    cut = max(inner - 1, 0)  # the last dimension that is cut
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    length = math.prod(box.sizes[cut:]) if shape else 1
+    starts = [sum(box.offsets[dim] * strides[dim] for dim in range(cut, len(shape)))]
+    for dim in reversed(range(cut)):
+        starts = [(box.offsets[dim] + row) * strides[dim] + start for row in range(box.sizes[dim]) for start in starts]
+    end = None
+    for start in starts:  # rows that follow one another become one run
+        if end is not None and start == end[1]:
+            end = (end[0], start + length)
+        else:
+            if end is not None:
+                yield end
+            end = (start, start + length)
+    if end is not None:
+        yield end
+
+
+def _write_all(descriptor: int, data: memoryview, at: int) -> None:
+    while data:
+        done = os.pwrite(descriptor, data, at)
+        data, at = data[done:], at + done

@@ -1,0 +1,157 @@
+"""Which tensors an export writes, and under which names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.state import Path
+
+Rename = Mapping[str, str] | Callable[[str], str | None]
+
+# Elements that wrappers add anywhere in a name: FSDPv2, torch.compile and activation checkpointing.
+_WRAPPERS = frozenset({"_orig_module", "_orig_mod", "_checkpoint_wrapped_module"})
+_PARALLEL = "module."  # what DataParallel and DistributedDataParallel put in front of every name
+_MODEL_KEYS = ("model", "state_dict", "module")  # where programs keep a model, ours and Lightning's
+_SHOWN = 10  # keys that an error names
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A value of the source.
+
+    Args:
+        path: the elements of its key.
+        is_tensor: whether it is a tensor.
+    """
+
+    path: Path
+    is_tensor: bool
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The values that an export selects.
+
+    Args:
+        tensors: the key in the source of each tensor, by its new name, in the source's order.
+        objects: keys of selected values that are no tensors.
+    """
+
+    tensors: Mapping[str, str]
+    objects: tuple[str, ...]
+
+
+def select(
+    entries: Mapping[str, Entry], key: str | None, rename: Rename | None, only: Sequence[str], exclude: Sequence[str]
+) -> Selection:
+    """Select the tensors of one model, and name them as the model does.
+
+    Args:
+        entries: all values of the source, by key.
+        key: the key of the model in the source; "" for the whole source; None to find it.
+        rename: new names for names of the model.
+        only, exclude: globs of the source's keys.
+
+    Raises:
+        CheckpointError: the key cannot be told, or is not in the source; a pattern or a name of ``rename`` fits
+            nothing; two tensors get one name; or there is no tensor.
+    """
+    found = _key_of_model(entries) if key is None else _required(key, entries)
+    start = f"{found}." if found else ""
+    below = [one for one in entries if one.startswith(start)]
+    _require_use(only, exclude, below)
+    chosen = [one for one in below if _is_asked(one, only, exclude)]
+    tensors = [one for one in chosen if entries[one].is_tensor]
+    if not tensors:
+        raise CheckpointError(
+            f"there is no tensor to export under {found!r}. The source has: {_tops(entries)}. Nothing was written. "
+            "Pass key= with the key that holds the model"
+        )
+    names = _without_wrappers([one[len(start) :] for one in tensors])
+    return Selection(
+        _unique(_renamed(names, rename), tensors), tuple(one for one in chosen if not entries[one].is_tensor)
+    )
+
+
+def _key_of_model(entries: Mapping[str, Entry]) -> str:
+    """Return the key under which the only model of the source lies; "" if the source is a model."""
+    if all(len(entry.path) == 1 for entry in entries.values() if entry.is_tensor):
+        return ""
+    tops: dict[str, set[str]] = {}
+    for entry in entries.values():
+        tops.setdefault(str(entry.path[0]), set()).add(str(entry.path[1]) if len(entry.path) > 1 else "")
+    with_tensors = {str(entry.path[0]) for entry in entries.values() if entry.is_tensor and len(entry.path) > 1}
+    models = [top for top in tops if top in with_tensors and "param_groups" not in tops[top]]
+    likely = models if len(models) == 1 else [top for top in _MODEL_KEYS if top in models][:1]
+    if not likely or (len(models) > 1 and likely[0] != "model"):
+        raise CheckpointError(
+            f"cannot tell which key holds the model. The source has: {_tops(entries)}. Nothing was written. Pass key=, "
+            'or key="" to export everything'
+        )
+    return likely[0]
+
+
+def _required(key: str, entries: Mapping[str, Entry]) -> str:
+    if key and not any(one.startswith(f"{key}.") for one in entries):
+        raise CheckpointError(
+            f"the source has nothing under key={key!r}. It has: {_tops(entries)}. Nothing was written"
+        )
+    return key
+
+
+def _tops(entries: Mapping[str, Entry]) -> str:
+    tops = list(dict.fromkeys(str(entry.path[0]) for entry in entries.values()))
+    return (", ".join(map(repr, tops[:_SHOWN])) + (", ..." if len(tops) > _SHOWN else "")) or "nothing"
+
+
+def _is_asked(key: str, only: Sequence[str], exclude: Sequence[str]) -> bool:
+    is_chosen = not only or any(fnmatchcase(key, pattern) for pattern in only)
+    return is_chosen and not any(fnmatchcase(key, pattern) for pattern in exclude)
+
+
+def _require_use(only: Sequence[str], exclude: Sequence[str], keys: Iterable[str]) -> None:
+    keys = list(keys)
+    unused = [pattern for pattern in (*only, *exclude) if not any(fnmatchcase(key, pattern) for key in keys)]
+    if unused:
+        raise CheckpointError(
+            f"no key of the source matches {', '.join(map(repr, unused))}. Nothing was written. Patterns of only= and "
+            "exclude= are globs of whole keys, such as 'model.*.weight'"
+        )
+
+
+def _without_wrappers(names: Sequence[str]) -> list[str]:
+    plain = [".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in names]
+    while plain and all(name.startswith(_PARALLEL) and len(name) > len(_PARALLEL) for name in plain):
+        plain = [name[len(_PARALLEL) :] for name in plain]
+    return plain
+
+
+def _renamed(names: Sequence[str], rename: Rename | None) -> list[str]:
+    if rename is None:
+        return list(names)
+    if isinstance(rename, Mapping):
+        if absent := sorted(set(rename) - set(names)):
+            raise CheckpointError(
+                f"rename= names tensors that the model lacks: {', '.join(absent[:_SHOWN])}. Nothing was written. Map "
+                "names of the model, without key= and wrappers, to new names"
+            )
+        return [rename.get(name, name) for name in names]
+    new = [(name, rename(name)) for name in names]
+    return [name if other is None else other for name, other in new]
+
+
+def _unique(names: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, key in zip(names, keys):
+        if type(name) is not str or not name or name == "__metadata__":
+            raise CheckpointError(f"{key!r} cannot get the name {name!r}. Nothing was written. Correct rename=")
+        if name in found:
+            raise CheckpointError(
+                f"{found[name]!r} and {key!r} would both get the name {name!r}. Nothing was written. Pass rename=, or "
+                "exclude= one of them"
+            )
+        found[name] = key
+    return found

@@ -1,0 +1,62 @@
+"""ExportReport: what an export wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from torch_xla_ckpt.reports.sizes import format_bytes
+
+_SHOWN = 5  # keys of each kind that a printed report names
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """The result of an export. The same on every rank, but for bytes and seconds, which are those of this process.
+
+    Args:
+        path: the folder or file that was written.
+        format: "safetensors" or "torch".
+        files: size in bytes of each file of weights, by name.
+        tensors: the key in the source of each tensor that was written, by its name in the files.
+        tied: names that were left out because they are tied to another tensor, with that tensor's name.
+        cast: names whose dtype was converted, with the old and the new dtype.
+        objects: keys in the source that hold no tensor. They were left out.
+        copied: other files that were written, such as "config.json".
+        bytes_read: bytes that this process read from the source's files; 0 for live tensors.
+        bytes_written: bytes of tensors that this process wrote.
+        seconds: seconds of the whole export.
+    """
+
+    path: str
+    format: str
+    files: Mapping[str, int]
+    tensors: Mapping[str, str] = field(repr=False)
+    tied: Mapping[str, str]
+    cast: Mapping[str, tuple[torch.dtype, torch.dtype]] = field(repr=False)
+    objects: tuple[str, ...]
+    copied: tuple[str, ...]
+    bytes_read: int
+    bytes_written: int
+    seconds: float
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        """Names in the files that differ from the key in the source, with this key."""
+        return {name: key for name, key in self.tensors.items() if name != key}
+
+    def __str__(self) -> str:
+        total = sum(self.files.values())
+        lines = [
+            f"exported {len(self.tensors):,} tensors, {format_bytes(total)}, to {self.path} in {self.seconds:.2f} s "
+            f"({len(self.files)} {'file' if len(self.files) == 1 else 'files'}, {format_bytes(self.bytes_read)} read)"
+        ]
+        tied = [f"{name} (is {kept})" for name, kept in self.tied.items()]
+        cast = [f"{name} ({a} -> {b})".replace("torch.", "") for name, (a, b) in self.cast.items()]
+        for what, keys in (("tied", tied), ("cast", cast), ("left out", list(self.objects))):
+            if keys:
+                more = ["..."] if len(keys) > _SHOWN else []
+                lines.append(f"  {what:<9} {len(keys):>6}  {', '.join([*keys[:_SHOWN], *more])}")
+        return "\n".join(lines)
