@@ -13,7 +13,7 @@ from torch_xla_ckpt.errors import (
     UnsafeObjectError,
 )
 from torch_xla_ckpt.exchange import export
-from torch_xla_ckpt.inspecting import Contents, Difference, RunContents, diff, inspect
+from torch_xla_ckpt.inspecting import Contents, Difference, Explanation, RunContents, diff, explain, inspect
 from torch_xla_ckpt.manager import CheckpointManager, History, Record, Verdict, keep, when
 from torch_xla_ckpt.planner import SPMDLoadPlanner, SPMDSavePlanner
 from torch_xla_ckpt.reports import ExportReport, LoadReport, Outcome, Span, Timeline
@@ -32,6 +32,7 @@ __all__ = [
     "CorruptCheckpointError",
     "Damage",
     "Difference",
+    "Explanation",
     "ExportReport",
     "History",
     "IncompleteCheckpointError",
@@ -55,6 +56,7 @@ __all__ = [
     "VerifyReport",
     "async_save",
     "diff",
+    "explain",
     "export",
     "inspect",
     "keep",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from matplotlib import colormaps
@@ -10,9 +11,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from torch_xla_ckpt.errors import CheckpointError
-from torch_xla_ckpt.inspecting import Layout, shown
+from torch_xla_ckpt.inspecting import Explanation, Layout, shown
 from torch_xla_ckpt.layout import Box
 
+_MOST_TENSORS = 4
 _MOST_NAMED = 64  # boxes whose holder is written into them
 
 
@@ -34,6 +36,28 @@ def draw_layout(layout: Layout, path: str) -> None:
     draw_boxes(right, layout.shape, chunks, f"{len(chunks)} stored {'chunk' if len(chunks) == 1 else 'chunks'}")
     shape = " x ".join(map(str, layout.shape)) or "scalar"
     figure.suptitle(f"{shown(layout.key)}  ({shape})".replace("$", r"\$"))
+    save(figure, path)
+
+
+def draw_plan(plan: Explanation, path: str) -> None:
+    """Draw the saved chunks of the largest tensors beside the boxes that devices need.
+
+    Args:
+        plan: the plan.
+        path: the file to write, as for ``draw_layout``.
+
+    Raises:
+        CheckpointError: there is no tensor to draw, or matplotlib cannot write such a file.
+    """
+    largest = sorted(plan.tensors, key=lambda one: -math.prod(one.shape))[:_MOST_TENSORS]
+    if not largest:
+        raise CheckpointError(f"{plan.path} has no tensor to draw")
+    figure = Figure(figsize=(9, 3.2 * len(largest)), layout="constrained")
+    rows = figure.subplots(len(largest), 2, squeeze=False)
+    for (left, right), tensor in zip(rows, largest):
+        name = shown(tensor.key).replace("$", r"\$")
+        draw_boxes(left, tensor.shape, [(box, "") for box in tensor.saved], f"{name}\nsaved chunks")
+        draw_boxes(right, tensor.shape, [(box, "") for box in tensor.needed], f"needed: {tensor.spec}")
     save(figure, path)
 
 

@@ -6,14 +6,19 @@ a question needs are read.
 
 ``opening`` finds what a path names. ``contents`` lists keys and steps, with ``folding`` and ``trees``. ``values`` shows
 one key, with ``slices``, ``reading``, ``statistics``, ``objects`` and ``layouts`` (from ``shardings``). ``checking``
-finds damage, and ``diffing`` differences. ``text`` makes text safe for terminals.
+finds damage, and ``diffing`` differences. ``explaining`` plans a load onto other ``meshes``. Two functions change
+files: ``pruning`` deletes steps of a run, and ``converting`` rewrites a checkpoint. ``text`` makes text safe for terminals.
 """
 
 from torch_xla_ckpt.inspecting.checking import Check, Checks, check
 from torch_xla_ckpt.inspecting.contents import Contents, RunContents, Sort, inspect
+from torch_xla_ckpt.inspecting.converting import Conversion, convert
 from torch_xla_ckpt.inspecting.diffing import Difference, KeyDifference, diff
+from torch_xla_ckpt.inspecting.explaining import Explanation, KeyChange, ProcessPlan, TensorPlan, explain
 from torch_xla_ckpt.inspecting.layouts import Layout
 from torch_xla_ckpt.inspecting.objects import ObjectView
+from torch_xla_ckpt.inspecting.opening import path_of_checkpoint
+from torch_xla_ckpt.inspecting.pruning import Pruning, prune, require_deleted
 from torch_xla_ckpt.inspecting.text import shown
 from torch_xla_ckpt.inspecting.values import TensorView, show
 
@@ -21,16 +26,27 @@ __all__ = [
     "Check",
     "Checks",
     "Contents",
+    "Conversion",
     "Difference",
+    "Explanation",
+    "KeyChange",
     "KeyDifference",
     "Layout",
     "ObjectView",
+    "ProcessPlan",
+    "Pruning",
     "RunContents",
     "Sort",
+    "TensorPlan",
     "TensorView",
     "check",
+    "convert",
     "diff",
+    "explain",
     "inspect",
+    "path_of_checkpoint",
+    "prune",
+    "require_deleted",
     "show",
     "shown",
 ]

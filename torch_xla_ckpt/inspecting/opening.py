@@ -128,6 +128,15 @@ def open_checkpoint(path: PathLike, storage_options: Mapping[str, Any] | None = 
     )
 
 
+def path_of_checkpoint(path: PathLike, storage_options: Mapping[str, Any] | None = None) -> str:
+    """Return the path or URL of a checkpoint that may be named as a step of a run, such as ``RUN/latest``.
+
+    Raises:
+        CheckpointError: there is no checkpoint.
+    """
+    return open_checkpoint(path, storage_options).location.url
+
+
 def open_run(path: PathLike, storage_options: Mapping[str, Any] | None = None) -> RunFolder:
     """Return the run at a path.
 

@@ -16,6 +16,7 @@ from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike,
 from torch_xla_ckpt.storage.manifest import Manifest
 from torch_xla_ckpt.storage.opening import open_reader, open_writer, path_of, required_path
 from torch_xla_ckpt.storage.progress import OnProgress
+from torch_xla_ckpt.storage.read_plan import planned_bytes
 from torch_xla_ckpt.storage.reader import ReadStats, ShardReader
 from torch_xla_ckpt.storage.stored import Stored, checksum
 from torch_xla_ckpt.storage.verify import VerifyReport, verify
@@ -48,6 +49,7 @@ __all__ = [
     "path_lock",
     "path_mismatch",
     "path_of",
+    "planned_bytes",
     "read_foreign",
     "read_index",
     "read_listing",
