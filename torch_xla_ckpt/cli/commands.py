@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 import click
@@ -307,6 +308,29 @@ def prune(run: str, keep: Sequence[str], yes: bool, dry_run: bool, storage_optio
     found = inspecting.prune(run, policy, delete=yes, storage_options=storage_options)
     emit("prune", found, str(found), as_json)
     inspecting.require_deleted(found)
+
+
+@command(xc, "report")
+@click.argument("path")
+@click.option(
+    "-o", "--output", default="report.html", show_default=True, metavar="FILE", help="The HTML file to write."
+)
+@click.option("--no-statistics", is_flag=True, help="Read no values.")
+def report(path: str, output: str, no_statistics: bool, storage_options: Options, as_json: bool) -> None:
+    """Write one HTML page about a checkpoint or a run.
+
+    The page has sizes by module, layouts of the largest tensors, statistics with suspicious values marked (NaN, dead
+    rows, exploded norms), and who saved it; of a run, also metrics and sizes over the steps. It is one file and needs no
+    network.
+
+    \b
+    Example:
+      xc report run/latest -o report.html
+    """
+    with progress_bar("reading") as progress:
+        found = inspecting.report(path, values=not no_statistics, storage_options=storage_options, progress=progress)
+    Path(output).write_text(inspecting.page(found), encoding="utf-8")
+    emit("report", found, f"{found}\nwrote {inspecting.shown(output)}", as_json)
 
 
 @xc.command("completion")

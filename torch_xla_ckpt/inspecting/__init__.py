@@ -6,8 +6,8 @@ a question needs are read.
 
 ``opening`` finds what a path names. ``contents`` lists keys and steps, with ``folding`` and ``trees``. ``values`` shows
 one key, with ``slices``, ``reading``, ``statistics``, ``objects`` and ``layouts`` (from ``shardings``). ``checking``
-finds damage, and ``diffing`` differences. ``explaining`` plans a load onto other ``meshes``. Two functions change
-files: ``pruning`` deletes steps of a run, and ``converting`` rewrites a checkpoint. ``text`` makes text safe for terminals.
+finds damage, and ``diffing`` differences. ``explaining`` plans a load onto other ``meshes``. ``reporting`` collects what a
+page shows, and ``pages`` writes it as HTML, with ``treemaps``. Two functions change files: ``pruning`` deletes steps of a run, and ``converting`` rewrites a checkpoint. ``text`` makes text safe for terminals.
 """
 
 from torch_xla_ckpt.inspecting.checking import Check, Checks, check
@@ -18,7 +18,9 @@ from torch_xla_ckpt.inspecting.explaining import Explanation, KeyChange, Process
 from torch_xla_ckpt.inspecting.layouts import Layout
 from torch_xla_ckpt.inspecting.objects import ObjectView
 from torch_xla_ckpt.inspecting.opening import path_of_checkpoint
+from torch_xla_ckpt.inspecting.pages import page
 from torch_xla_ckpt.inspecting.pruning import Pruning, prune, require_deleted
+from torch_xla_ckpt.inspecting.reporting import Report, TensorFacts, report
 from torch_xla_ckpt.inspecting.text import shown
 from torch_xla_ckpt.inspecting.values import TensorView, show
 
@@ -35,8 +37,10 @@ __all__ = [
     "ObjectView",
     "ProcessPlan",
     "Pruning",
+    "Report",
     "RunContents",
     "Sort",
+    "TensorFacts",
     "TensorPlan",
     "TensorView",
     "check",
@@ -44,8 +48,10 @@ __all__ = [
     "diff",
     "explain",
     "inspect",
+    "page",
     "path_of_checkpoint",
     "prune",
+    "report",
     "require_deleted",
     "show",
     "shown",
