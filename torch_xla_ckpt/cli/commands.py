@@ -320,8 +320,8 @@ def report(path: str, output: str, no_statistics: bool, storage_options: Options
     """Write one HTML page about a checkpoint or a run.
 
     The page has sizes by module, layouts of the largest tensors, statistics with suspicious values marked (NaN, dead
-    rows, exploded norms), and who saved it; of a run, also metrics and sizes over the steps. It is one file and needs no
-    network.
+    rows, exploded norms), and who saved it; of a run, also metrics and sizes over the steps. It is one file and
+    needs no network.
 
     \b
     Example:

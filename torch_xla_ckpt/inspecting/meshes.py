@@ -111,6 +111,7 @@ def _rule(text: str, axes: dict[str, int]) -> tuple[str, Spec]:
     if not equals or not glob or not set(used) <= axes.keys() or len(set(used)) < len(used):
         raise CheckpointError(
             f"{text!r} is no spec for a mesh with the axes {', '.join(axes)}. Write a glob of keys and the axis that "
-            "cuts each dimension, such as '*.weight=fsdp,tensor'; '-' leaves a dimension whole, and a+b cuts it by two axes"
+            "cuts each dimension, such as '*.weight=fsdp,tensor'. '-' leaves a dimension whole, and a+b cuts it by two "
+            "axes"
         )
     return glob, spec
