@@ -4,9 +4,12 @@ import html.parser
 import math
 import re
 import shutil
+import subprocess
 
+import numpy as np
 import pytest
 import torch
+from matplotlib import image
 
 from support import kinds
 from support.command_line import call
@@ -133,3 +136,27 @@ def test_tiles_have_the_areas_of_their_sizes():
 def test_a_treemap_of_many_keys_stays_small():
     tiles = treemap([(f"m.{n % 50}.{n}", 1 + n) for n in range(20_000)], 900, 400)
     assert len(tiles) <= 600 and sum(tile.nbytes for tile in tiles) == sum(range(1, 20_001))
+
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome", "chrome"))), None
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+@pytest.mark.parametrize("width", [390, 1200])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_browser_draws_the_page_in_both_schemes_and_on_a_phone(tmp_path, width, scheme):
+    kinds.save_ours(tmp_path / "c")
+    page_of(tmp_path / "c", tmp_path)
+    picture = tmp_path / "page.png"
+    dark = ["--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []
+    options = [f"--user-data-dir={tmp_path}/profile", f"--window-size={width},1500", f"--screenshot={picture}", *dark]
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", *options]
+    subprocess.run([*command, (tmp_path / "report.html").as_uri()], check=True, capture_output=True, timeout=60)
+    pixels = image.imread(picture)[..., :3]
+    corner = pixels[0, 0].mean()
+    assert corner > 0.9 if scheme == "light" else corner < 0.2
+    assert pixels.shape[1] == width
+    assert len(np.unique((pixels * 15).astype(int).reshape(-1, 3), axis=0)) > 20  # tiles, boxes and text

@@ -6,9 +6,9 @@ a question needs are read.
 
 ``opening`` finds what a path names. ``contents`` lists keys and steps, with ``folding`` and ``trees``. ``values`` shows
 one key, with ``slices``, ``reading``, ``statistics``, ``objects`` and ``layouts`` (from ``shardings``). ``checking``
-finds damage, and ``diffing`` differences. ``explaining`` plans a load onto other ``meshes``. ``reporting`` collects what
-a page shows, and ``pages`` writes it as HTML, with ``treemaps``. Two functions change files: ``pruning`` deletes steps
-of a run, and ``converting`` rewrites a checkpoint. ``text`` makes text safe for terminals.
+finds damage, and ``diffing`` differences. ``explaining`` plans a load onto other ``meshes``. ``reporting`` collects
+what a page shows, and ``pages`` writes it as HTML, with ``treemaps``. Two functions change files: ``pruning`` deletes
+steps of a run, and ``converting`` rewrites a checkpoint. ``text`` makes text safe for terminals.
 """
 
 from torch_xla_ckpt.inspecting.checking import Check, Checks, check

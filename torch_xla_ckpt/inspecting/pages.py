@@ -15,6 +15,7 @@ from torch_xla_ckpt.layout import Box
 from torch_xla_ckpt.reports import format_bytes
 
 _WIDTH, _HEIGHT = 960, 420  # units of the treemap
+_LETTER = 6.8  # units that a letter takes on average
 _MOST_ROWS = 2000  # lines of a table; a page with more of them is slow
 _MOST_BOXES = 400  # boxes of one drawing
 
@@ -132,7 +133,8 @@ def _tile(tile: Tile) -> str:
     label = f"{tile.name}: {format_bytes(tile.nbytes)}"
     text = ""
     if tile.width > 60 and tile.height > 18:
-        shortened = tile.name if len(tile.name) * 6.2 < tile.width else "…" + tile.name[-int(tile.width / 6.2) + 1 :]
+        fits = int((tile.width - 8) / _LETTER)
+        shortened = tile.name if len(tile.name) <= fits else "…" + tile.name[len(tile.name) - fits + 1 :]
         text = f'<text class="on" x="{tile.left + 4:.1f}" y="{tile.top + 14:.1f}">{_text(shortened)}</text>'
     return (
         f'<g><title>{_text(label)}</title><rect class="tile" fill="{_colour(tile.hue)}" x="{tile.left:.1f}" '

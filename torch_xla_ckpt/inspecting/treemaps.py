@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _MOST_TILES = 600
+_COLOURED_LEVELS = 2
 _SMALLEST = 24.0  # units of area below which a branch is one tile
 
 
@@ -16,7 +17,7 @@ class Tile(NamedTuple):
         name: the key, or the part of keys that a branch shares.
         nbytes: its size.
         left, top, width, height: its place.
-        hue: a number that branches of one top-level part share.
+        hue: a number that the tiles of one branch share, two levels below the top.
     """
 
     name: str
@@ -32,6 +33,7 @@ class _Branch(NamedTuple):
     prefix: str
     keys: Sequence[tuple[str, int]]
     hue: int
+    depth: int
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +47,7 @@ def treemap(sizes: Sequence[tuple[str, int]], width: float, height: float) -> li
         sizes: key and size of each value. Values of size 0 get no tile.
         width, height: the size of the map.
     """
-    whole = _Branch("", [(key, size) for key, size in sizes if size > 0], 0)
+    whole = _Branch("", [(key, size) for key, size in sizes if size > 0], 0, 0)
     waiting = [(whole, 0.0, 0.0, float(width), float(height))] if whole.keys else []
     tiles: list[Tile] = []
     while waiting:
@@ -74,8 +76,11 @@ def _children(branch: _Branch) -> list[_Branch]:
         if len(groups) > 1 or prefix in groups or not next(iter(groups)).endswith("."):
             break
         prefix = next(iter(groups))
-    at_top = not branch.prefix
-    return [_Branch(name, keys, n if at_top else branch.hue) for n, (name, keys) in enumerate(groups.items())]
+    depth = branch.depth + 1
+    return [
+        _Branch(name, keys, branch.hue * 5 + n if depth <= _COLOURED_LEVELS else branch.hue, depth)
+        for n, (name, keys) in enumerate(groups.items())
+    ]
 
 
 Placed = tuple[_Branch, float, float, float, float]
