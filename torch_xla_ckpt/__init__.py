@@ -13,6 +13,7 @@ from torch_xla_ckpt.errors import (
     UnsafeObjectError,
 )
 from torch_xla_ckpt.exchange import export
+from torch_xla_ckpt.inspecting import Contents, Difference, Explanation, RunContents, diff, explain, inspect
 from torch_xla_ckpt.manager import CheckpointManager, History, Record, Verdict, keep, when
 from torch_xla_ckpt.planner import SPMDLoadPlanner, SPMDSavePlanner
 from torch_xla_ckpt.reports import ExportReport, LoadReport, Outcome, Span, Timeline
@@ -27,8 +28,11 @@ __all__ = [
     "CheckpointManager",
     "Choice",
     "ConcurrentSaveError",
+    "Contents",
     "CorruptCheckpointError",
     "Damage",
+    "Difference",
+    "Explanation",
     "ExportReport",
     "History",
     "IncompleteCheckpointError",
@@ -39,6 +43,7 @@ __all__ = [
     "PerRank",
     "Record",
     "ReplacedCheckpointError",
+    "RunContents",
     "SPMDLoadPlanner",
     "SPMDSavePlanner",
     "SPMDStager",
@@ -50,7 +55,10 @@ __all__ = [
     "Verdict",
     "VerifyReport",
     "async_save",
+    "diff",
+    "explain",
     "export",
+    "inspect",
     "keep",
     "load",
     "prime_optimizer",

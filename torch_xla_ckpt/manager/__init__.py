@@ -11,17 +11,21 @@ and ``facts`` (their manifests), and ``retries`` repeats requests. ``catalog`` a
 
 Retention: ``verdicts`` decides what stays, ``retention`` deletes the rest with ``deletion``, ``deletion_status`` tells
 the other ranks, ``active`` knows what is being saved. ``journal`` writes down what happened, and ``history`` shows it.
+``run_folder`` looks at a run from outside of the training program.
 """
 
 from torch_xla_ckpt.manager import keep, when
 from torch_xla_ckpt.manager.history import History, Record
 from torch_xla_ckpt.manager.manager import CheckpointManager
+from torch_xla_ckpt.manager.run_folder import RunFolder, RunStep
 from torch_xla_ckpt.manager.verdicts import Verdict
 
 __all__ = [
     "CheckpointManager",
     "History",
     "Record",
+    "RunFolder",
+    "RunStep",
     "Verdict",
     "keep",
     "when",

@@ -132,6 +132,14 @@ class Retention:
         self._remove_leftovers([step for step in numbers if step not in likely])
         if rest := sorted(likely.intersection(numbers)):
             self.in_thread(lambda: self._or_log(lambda: self._remove_leftovers(rest)))
+        self.delete_superfluous(numbers)
+
+    def delete_superfluous(self, numbers: Sequence[int] | None = None) -> None:
+        """Delete the steps that the policy does not want, and that are older than the newest step that is whole.
+
+        Args:
+            numbers: the numbers of the run's folders. Default: list them.
+        """
         newest = None if self._verdicts.keep_all else self._steps.latest(numbers)
         if newest is not None:
             self._delete_all(self._retire_superfluous(newest))

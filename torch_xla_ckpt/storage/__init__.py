@@ -11,23 +11,30 @@ from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.foreign import Foreign, holds_checkpoint, is_file, read_foreign
 from torch_xla_ckpt.storage.leftover_files import leftovers
 from torch_xla_ckpt.storage.limits import default_threads
+from torch_xla_ckpt.storage.listing import ListedKey, Listing, listing_of, read_listing
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, path_mismatch
 from torch_xla_ckpt.storage.manifest import Manifest
 from torch_xla_ckpt.storage.opening import open_reader, open_writer, path_of
+from torch_xla_ckpt.storage.progress import OnProgress
+from torch_xla_ckpt.storage.read_plan import planned_bytes
 from torch_xla_ckpt.storage.reader import ReadStats, ShardReader
-from torch_xla_ckpt.storage.stored import checksum
+from torch_xla_ckpt.storage.stored import Stored, checksum
 from torch_xla_ckpt.storage.verify import VerifyReport, verify
 from torch_xla_ckpt.storage.writer import ShardWriter
 
 __all__ = [
     "REQUEST_TIMEOUT",
     "Foreign",
+    "ListedKey",
+    "Listing",
     "Location",
     "Manifest",
+    "OnProgress",
     "PathLike",
     "ReadStats",
     "ShardReader",
     "ShardWriter",
+    "Stored",
     "VerifyReport",
     "checksum",
     "default_threads",
@@ -35,14 +42,17 @@ __all__ = [
     "is_checkpoint_file",
     "is_file",
     "leftovers",
+    "listing_of",
     "open_folder",
     "open_reader",
     "open_writer",
     "path_lock",
     "path_mismatch",
     "path_of",
+    "planned_bytes",
     "read_foreign",
     "read_index",
+    "read_listing",
     "verify",
     "written_by",
 ]

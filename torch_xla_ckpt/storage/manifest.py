@@ -139,21 +139,11 @@ class Manifest:
             ValueError: the file is damaged.
             CheckpointError: the manifest has a newer version.
         """
-        body, newline, seal = data.rpartition(b"\n")
-        match = _SEAL.fullmatch(newline + seal)
-        if match is None or checksum(body).hex().encode() != match[1]:
-            raise ValueError("its bytes do not match the checksum in its last line")
+        top = parsed(data)
         try:
-            top = json.loads(body[:-1] + b"}")
-            version, block = top["version"], top["block"]
-            if top["format"] == _FORMAT and (version, block) == (_VERSION, BLOCK):
-                return cls._from_json(top)
+            return cls._from_json(top)
         except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
             raise ValueError(f"its checksum matches, but it is no manifest ({error})") from error
-        raise CheckpointError(
-            f"the manifest has version {version} and blocks of {block} bytes, and this torch_xla_ckpt reads version "
-            f"{_VERSION} with blocks of {BLOCK} bytes. Install a newer torch_xla_ckpt"
-        )
 
     @classmethod
     def _from_json(cls, top: Mapping[str, Any]) -> Manifest:
@@ -172,6 +162,31 @@ class Manifest:
             planner_data_is_pickled=top["paths"] == _PICKLED,
             writer=str(top.get("writer", "")),
         )
+
+
+def parsed(data: bytes) -> Mapping[str, Any]:
+    """Return the JSON of a manifest whose own checksum and version are right. Nothing else in it is checked.
+
+    Raises:
+        ValueError: the file is damaged.
+        CheckpointError: the manifest has a newer version.
+    """
+    body, newline, seal = data.rpartition(b"\n")
+    match = _SEAL.fullmatch(newline + seal)
+    if match is None or checksum(body).hex().encode() != match[1]:
+        raise ValueError("its bytes do not match the checksum in its last line")
+    try:
+        top = json.loads(body[:-1] + b"}")
+        version, block = top["version"], top["block"]
+        is_known = top["format"] == _FORMAT and (version, block) == (_VERSION, BLOCK)
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"its checksum matches, but it is no manifest ({error})") from error
+    if not is_known:
+        raise CheckpointError(
+            f"the manifest has version {version} and blocks of {block} bytes, and this torch_xla_ckpt reads version "
+            f"{_VERSION} with blocks of {BLOCK} bytes. Install a newer torch_xla_ckpt"
+        )
+    return top  # type: ignore[no-any-return]
 
 
 def _check_owners(items: Iterable[Stored], files: Mapping[str, int]) -> None:

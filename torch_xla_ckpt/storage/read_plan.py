@@ -168,6 +168,13 @@ def reads_by_key(requests: Sequence[ReadItem], metadata: Metadata, sink: LoadSin
     return sorted(by_key.values(), key=lambda reads: reads.items[0].position)
 
 
+def planned_bytes(requests: Sequence[ReadItem], metadata: Metadata) -> int:
+    """Return the bytes of data files that a load with these read requests reads, if it checks what it reads."""
+    items = [item for reads in reads_by_key(requests, metadata, None) for item in reads.items]
+    windows, _ = windows_of(items, [item.ranges(True) for item in items])
+    return sum(stop - start for window in windows for start, stop in window.parts)
+
+
 def _item_read(
     index: MetadataIndex, metadata: Metadata, shapes: dict[str, dict[torch.Size | None, torch.Size]]
 ) -> ItemRead:

@@ -28,7 +28,7 @@ from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.foreign import LACKING, read_foreign
 from torch_xla_ckpt.storage.limits import default_threads
 from torch_xla_ckpt.storage.location import Location, PathLike
-from torch_xla_ckpt.storage.progress import Progress
+from torch_xla_ckpt.storage.progress import OnProgress, Progress
 from torch_xla_ckpt.storage.stored import Stored
 from torch_xla_ckpt.storage.verify_files import cannot_verify, check_archive, check_file
 
@@ -92,7 +92,10 @@ class VerifyReport:
 
 
 def verify(
-    path: PathLike | Location, *, storage_options: Mapping[str, Any] | None = None, progress: bool = False
+    path: PathLike | Location,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: bool | OnProgress = False,
 ) -> VerifyReport:
     """Read a whole checkpoint and report every damaged key, file and byte range.
 
@@ -105,7 +108,9 @@ def verify(
         path: the checkpoint's folder, or a safetensors or ``torch.save`` file: a local path or any fsspec URL.
         storage_options: options of the fsspec filesystem behind a URL, such as ``{"anon": True}`` or
             ``{"endpoint_url": ...}``. Local paths ignore them. Default: none.
-        progress: show a progress bar on a terminal if verifying takes long. Needs tqdm. Default: False.
+        progress: show a progress bar on a terminal if verifying takes long, which needs tqdm; or a function that is
+            called from several threads with the bytes just checked and the bytes of the whole checkpoint. Default:
+            False.
 
     Returns:
         The report. It is true if no damage was found, so that ``if not verify(path): ...`` handles damage.
@@ -141,7 +146,7 @@ def verify(
     )
 
 
-def _verify_foreign(location: Location, folder: Folder, progress: bool) -> VerifyReport | None:
+def _verify_foreign(location: Location, folder: Folder, progress: bool | OnProgress) -> VerifyReport | None:
     """Verify a checkpoint in another format; None if there is none at the path."""
     try:
         found = read_foreign(location, folder)
@@ -180,7 +185,7 @@ def _verify_foreign(location: Location, folder: Folder, progress: bool) -> Verif
     )
 
 
-def _report(folder: Folder, progress: bool) -> VerifyReport | None:
+def _report(folder: Folder, progress: bool | OnProgress) -> VerifyReport | None:
     """Verify the checkpoint that is there now; None if a save replaced it meanwhile."""
     ranks = _ranks(folder)
     before = [version_of(folder, rank) for rank in ranks]
@@ -228,7 +233,7 @@ def _joined(folder: Folder, reports: Sequence[VerifyReport]) -> VerifyReport:
     )
 
 
-def _verify(folder: Folder, rank: int | None, progress: bool) -> VerifyReport:
+def _verify(folder: Folder, rank: int | None, progress: bool | OnProgress) -> VerifyReport:
     """Verify the checkpoint of all ranks, or the one of a rank that saved by itself."""
     damages: list[Damage] = []
     try:

@@ -1,0 +1,43 @@
+"""Calls of the command line ``xc``, in this process and in others."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from click.testing import CliRunner
+
+from support.paths import environment
+from torch_xla_ckpt.cli.commands import xc
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command printed, and its exit status."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self):
+        return json.loads(self.out)
+
+    @property
+    def lines(self):
+        return self.out.splitlines()
+
+
+def call(*arguments, **variables):
+    """Run a command in this process."""
+    result = CliRunner().invoke(xc, [str(one) for one in arguments], env=variables, prog_name="xc")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Answer(result.exit_code, result.stdout, result.stderr)
+
+
+def start(*arguments, python=sys.executable, text=True, **variables):
+    """Run a command in a process of its own, with its output in pipes."""
+    command = [python, "-m", "torch_xla_ckpt", *(str(one) for one in arguments)]
+    done = subprocess.run(command, capture_output=True, text=text, env=environment(**variables), timeout=120)
+    return Answer(done.returncode, done.stdout, done.stderr)

@@ -1,0 +1,33 @@
+"""The command line ``xc``: it parses, calls what Python users call, and prints.
+
+``commands`` has the commands. ``options`` are the options that they share, ``output`` prints results as text or JSON,
+``failures`` turns errors into one line and an exit status, ``pictures`` draws. Only this room imports click, rich and
+matplotlib, which the extra ``[cli]`` brings.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+
+def main() -> None:
+    """Run the command line, and end the process with its exit status."""
+    try:
+        from torch_xla_ckpt.cli.commands import xc
+        from torch_xla_ckpt.cli.failures import print_any_character
+    except ModuleNotFoundError as error:
+        if error.name not in ("click", "rich"):
+            raise
+        print(
+            f"xc: the command line needs {error.name}. Install it with: pip install 'torch_xla_ckpt[cli]'. In Python, "
+            "torch_xla_ckpt.inspect, diff, explain and verify work without it",
+            file=sys.stderr,
+        )
+        raise SystemExit(2) from None
+    gc.disable()  # a command makes many objects, keeps them to its end, and ends soon
+    print_any_character()
+    xc(prog_name="xc")
+
+
+__all__ = ["main"]

@@ -1,0 +1,271 @@
+"""diff: which keys two checkpoints have, and by how much their values differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from torch_xla_ckpt import _dcp
+from torch_xla_ckpt.errors import UnsafeObjectError
+from torch_xla_ckpt.inspecting.contents import select
+from torch_xla_ckpt.inspecting.folding import fold
+from torch_xla_ckpt.inspecting.objects import object_text
+from torch_xla_ckpt.inspecting.opening import open_checkpoint
+from torch_xla_ckpt.inspecting.reading import Values, cut
+from torch_xla_ckpt.inspecting.text import plural, shown, table
+from torch_xla_ckpt.layout import Box
+from torch_xla_ckpt.reports import format_bytes
+from torch_xla_ckpt.serialization import decode
+from torch_xla_ckpt.storage import PathLike, Stored
+
+Status = Literal["equal", "differs", "other shape", "other dtype", "other type", "only in a", "only in b"]
+_SLAB_BYTES = 128 << 20  # large slabs, so that few blocks are read twice where the chunks differ
+
+
+@dataclass(frozen=True)
+class KeyDifference:
+    """One key of two checkpoints.
+
+    Args:
+        key: the key.
+        status: "equal": all bits are the same. "differs": some are not. "other shape", "other dtype", "other type": the
+            values cannot be compared; "other type" is a tensor against an object. "only in a", "only in b".
+        a, b: the value in each checkpoint, in words; "" where a checkpoint lacks the key.
+        share: share of the elements that differ, between 0 and 1; None unless the status is "differs" or "equal".
+        max_abs: largest absolute difference of two elements; NaN if one of them is NaN. None for objects, and unless
+            the status is "differs".
+    """
+
+    key: str
+    status: Status
+    a: str = ""
+    b: str = ""
+    share: float | None = None
+    max_abs: float | None = None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The differences of two checkpoints. ``bool`` is True if they differ; ``print`` shows a table.
+
+    Args:
+        a, b: the folders of the checkpoints.
+        keys: every key of either checkpoint.
+        bytes_read: bytes read from data files of both. Equal chunks are told by their checksums, and not read.
+        bytes_compared: bytes of the values that were compared by reading them.
+    """
+
+    a: str
+    b: str
+    keys: tuple[KeyDifference, ...]
+    bytes_read: int
+    bytes_compared: int
+
+    @property
+    def same(self) -> bool:
+        """Whether both checkpoints have the same keys, with the same bits."""
+        return all(one.status == "equal" for one in self.keys)
+
+    def __bool__(self) -> bool:
+        return not self.same
+
+    def __str__(self) -> str:
+        lines = [f"a: {shown(self.a)}", f"b: {shown(self.b)}"]
+        unequal = [one for one in self.keys if one.status != "equal"]
+        rows = [
+            (line.members[0].status, _percent(line.members), _largest(line.members), _both(line.members[0]), line.name)
+            for line in fold(unequal, lambda one: one.key, lambda one: (one.status, one.a, one.b))
+        ]
+        if rows:
+            lines.append(table(("", "elements", "max abs", "a -> b", "key"), rows, {1, 2}))
+        equal = sum(one.status == "equal" for one in self.keys)
+        lines.append(
+            f"{plural(equal, 'key')} equal, {len(self.keys) - equal:,} not; read {format_bytes(self.bytes_read)}"
+        )
+        return "\n".join(lines)
+
+
+def diff(
+    a: PathLike,
+    b: PathLike,
+    *patterns: str,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> Difference:
+    """Compare two checkpoints: their keys, shapes and dtypes, and the bits of their values.
+
+    Chunks that both checkpoints cut alike are compared by their checksums, and read only if those differ. Other tensors
+    are read in slabs.
+
+    Args:
+        a, b: two checkpoints, as for ``inspect``.
+        patterns: globs of the keys to compare. Default: all keys.
+        storage_options: options of the fsspec filesystem behind URLs, for both. Default: none.
+        progress: called with the bytes just compared and the bytes of all tensors that both have. Default: not called.
+
+    Raises:
+        CheckpointError: there is no checkpoint at a path.
+        CorruptCheckpointError: a checkpoint is damaged.
+    """
+    first, second = open_checkpoint(a, storage_options), open_checkpoint(b, storage_options)
+    comparison = _Comparison(Values(first), Values(second), progress)
+    entries = comparison.a.metadata.state_dict_metadata, comparison.b.metadata.state_dict_metadata
+    keys = select(list(dict.fromkeys([*entries[0], *entries[1]])), str, patterns)
+    found = comparison.all(keys)
+    read = comparison.a.bytes_read + comparison.b.bytes_read
+    return Difference(first.location.url, second.location.url, found, read, comparison.bytes_compared)
+
+
+class _Comparison:
+    """Compares the values of two checkpoints, key by key."""
+
+    def __init__(self, a: Values, b: Values, progress: Callable[[int, int], object] | None):
+        self.a = a
+        self.b = b
+        self.bytes_compared = 0
+        self._progress = progress
+        self._total = 0
+
+    def all(self, keys: Sequence[str]) -> tuple[KeyDifference, ...]:
+        """Compare the values of some keys."""
+        if self._progress is not None:
+            tensors = (self.a.metadata.state_dict_metadata.get(key) for key in keys)
+            self._total = sum(_nbytes(one) for one in tensors if isinstance(one, TensorStorageMetadata))
+        return tuple(map(self._key, keys))
+
+    def _key(self, key: str) -> KeyDifference:
+        a, b = (values.metadata.state_dict_metadata.get(key) for values in (self.a, self.b))
+        if a is None or b is None:
+            return KeyDifference(key, "only in b" if a is None else "only in a", _words(a), _words(b))
+        if isinstance(a, TensorStorageMetadata) != isinstance(b, TensorStorageMetadata):
+            return KeyDifference(key, "other type", _words(a), _words(b))
+        if not isinstance(a, TensorStorageMetadata) or not isinstance(b, TensorStorageMetadata):
+            return self._objects(key)
+        if a.size != b.size:
+            return KeyDifference(key, "other shape", _words(a), _words(b))
+        if a.properties.dtype != b.properties.dtype:
+            return KeyDifference(key, "other dtype", _words(a), _words(b))
+        return self._tensors(key, a, b)
+
+    def _objects(self, key: str) -> KeyDifference:
+        places = self.a.stored(key), self.b.stored(key)
+        if _same_bytes(*places):
+            return KeyDifference(key, "equal", share=0.0)
+        streams = self.a.object_bytes(key), self.b.object_bytes(key)
+        if streams[0].getvalue() == streams[1].getvalue():
+            return KeyDifference(key, "equal", share=0.0)
+        try:
+            values = [decode(key, stream, (), False) for stream in streams]
+        except UnsafeObjectError:
+            return KeyDifference(key, "differs", f"{places[0].length} bytes", f"{places[1].length} bytes")
+        # The same value may have several pickles: strings are shared, or they are not.
+        if _equal(*values):
+            return KeyDifference(key, "equal", share=0.0)
+        return KeyDifference(key, "differs", object_text(values[0])[:60], object_text(values[1])[:60])
+
+    def _tensors(self, key: str, a: TensorStorageMetadata, b: TensorStorageMetadata) -> KeyDifference:
+        total = math.prod(a.size)
+        chunks = [_boxes(a), _boxes(b)]
+        if set(chunks[0]) == set(chunks[1]):
+            boxes = [box for box in chunks[0] if not self._has_same_bytes(key, box)]
+            self._advance(_nbytes(a) - sum(box.volume for box in boxes) * a.properties.dtype.itemsize)
+        else:
+            boxes = [Box.whole(a.size)]
+        differing, largest = 0, 0.0
+        for box in boxes:
+            for slab in cut(box, a.properties.dtype.itemsize, _SLAB_BYTES):
+                count, most = _compared(self.a.tensor(key, slab), self.b.tensor(key, slab))
+                differing += count
+                largest = most if math.isnan(most) else largest if math.isnan(largest) else max(largest, most)
+                nbytes = slab.volume * a.properties.dtype.itemsize
+                self.bytes_compared += nbytes
+                self._advance(nbytes)
+        if not differing:
+            return KeyDifference(key, "equal", share=0.0)
+        return KeyDifference(key, "differs", share=differing / total, max_abs=largest)
+
+    def _has_same_bytes(self, key: str, box: Box) -> bool:
+        offsets = torch.Size(box.offsets)
+        return _same_bytes(self.a.stored(key, offsets), self.b.stored(key, offsets))
+
+    def _advance(self, nbytes: int) -> None:
+        if self._progress is not None:
+            self._progress(nbytes, self._total)
+
+
+def _same_bytes(a: Stored, b: Stored) -> bool:
+    """Return whether checksums prove that two items have the same bytes."""
+    return a.checksums is not None and (a.length, a.data, a.checksums) == (b.length, b.data, b.checksums)
+
+
+def _boxes(saved: TensorStorageMetadata) -> list[Box]:
+    return [_dcp.box_of(chunk) for chunk in saved.chunks]
+
+
+def _compared(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
+    """Return the number of elements whose bits differ, and the largest absolute difference."""
+    if not a.numel():
+        return 0, 0.0
+    bits = (one.reshape(-1).view(torch.uint8).reshape(-1, one.itemsize) for one in (a, b))
+    first, second = bits
+    if torch.equal(first, second):
+        return 0, 0.0
+    differs = (first != second).any(dim=1)
+    values = [_wide(one.reshape(-1)[differs]) for one in (a, b)]
+    largest = (values[0] - values[1]).abs()
+    largest[values[0] == values[1]] = 0  # infinities, and zeros of other signs
+    return int(differs.sum()), float(largest.max())
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return (tensor if tensor.itemsize >= 4 or not tensor.is_floating_point() else tensor.float()).double()
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Return whether two objects of harmless types are equal, with tensors and arrays compared by their bits."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and _compared(a.contiguous(), b.contiguous())[0] == 0
+    if isinstance(a, Mapping):
+        return list(a) == list(b) and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    try:
+        return bool(a == b) or object_text(a) == object_text(b) == "nan"
+    except (ValueError, TypeError):  # arrays, whose comparison is an array
+        return bool(a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes())
+
+
+def _nbytes(saved: TensorStorageMetadata) -> int:
+    return math.prod(saved.size) * saved.properties.dtype.itemsize
+
+
+def _words(saved: Any) -> str:
+    if saved is None:
+        return ""
+    if not isinstance(saved, TensorStorageMetadata):
+        return "object"
+    dtype = str(saved.properties.dtype).removeprefix("torch.")
+    return f"{dtype} {'x'.join(map(str, saved.size)) or 'scalar'}"
+
+
+def _both(one: KeyDifference) -> str:
+    return f"{one.a} -> {one.b}" if one.a and one.b else one.a or one.b
+
+
+def _percent(members: Sequence[KeyDifference]) -> str:
+    shares = [one.share for one in members if one.share is not None]
+    return f"{max(shares):.2%}" if shares else ""
+
+
+def _largest(members: Sequence[KeyDifference]) -> str:
+    found = [one.max_abs for one in members if one.max_abs is not None]
+    return "" if not found else "nan" if any(map(math.isnan, found)) else f"{max(found):.4g}"
