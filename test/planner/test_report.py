@@ -10,11 +10,9 @@ import torch_xla_ckpt as xc
 
 def test_planner_reports_the_outcome_of_every_key_after_a_plain_dcp_load(tmp_path):
     xc.save({"m": {"a": torch.ones(4), "old": torch.ones(3), "extra": 1, "head": torch.ones(2)}, "other": 5}, tmp_path)
-    target = {
-        "m": {"a": torch.zeros(4).double(), "new": torch.zeros(3), "head": torch.zeros(9), "lost": torch.zeros(1)}
-    }
+    own = {"a": torch.zeros(4).double(), "new": torch.zeros(3), "head": torch.zeros(9), "lost": torch.zeros(1)}
     planner = xc.SPMDLoadPlanner(missing="keep", shape="keep", rename={"m.old": "m.new"})
-    dcp.load({"m": target}, storage_reader=dcp.FileSystemReader(tmp_path), planner=planner)
+    dcp.load({"m": own}, storage_reader=dcp.FileSystemReader(tmp_path), planner=planner)
     report = planner.report
     assert set(report.loaded) == {"m.a", "m.new"} and report.renamed == {"m.new": "m.old"}
     assert report.created == ("m.extra",) and report.missing == ("m.lost",) and report.kept == ("m.head",)

@@ -211,6 +211,8 @@ def train(place, folder, restart, mesh_name, rank, world, options):
         xs.mark_sharding(module[0].weight, on, ("a", "b"))
         xs.mark_sharding(module[2].weight, on, (None, "b"))
 
+    # Products with powers of two are exact. With other factors, a fused multiply-add changes the last bit of parameters
+    # in one of two graphs: the first step after a restore has a graph of its own.
     optim = torch.optim.SGD(model.parameters(), lr=2**-4, momentum=2**-1)
     noise = torch.Generator().manual_seed(1)
     data = {"position": 0, "noise": noise.get_state()}
