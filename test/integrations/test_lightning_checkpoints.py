@@ -10,6 +10,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 
+import torch_xla_ckpt as xc
+from support import lightning_modules
 from support.lightning_modules import (
     InConfigure,
     Net,
@@ -25,7 +27,7 @@ from support.lightning_modules import (
 from support.meshes import spec_of
 from support.training import assembled
 from torch_xla_ckpt import CheckpointError, CorruptCheckpointError, MismatchError, UnsafeObjectError
-from torch_xla_ckpt.integrations.lightning import SPMDStrategy, consolidate
+from torch_xla_ckpt.integrations.lightning import SPMDStrategy, consolidate, windows
 
 TENSOR = {"first.weight": ("fsdp", "tensor"), "last.weight": ("tensor", None)}
 
@@ -142,15 +144,13 @@ def test_12_stock_lightning_opens_the_consolidated_file_without_this_package(bud
 
 def write_plain_modules(folder):
     """The test's modules without the parts that need torch_xla."""
-    import support.lightning_modules as source
-
-    with open(source.__file__) as file:
+    with open(lightning_modules.__file__) as file:
         text = file.read()
     kept = [line for line in text.splitlines() if not line.startswith(("from support", "from torch_xla_ckpt"))]
     (folder / "plain_modules.py").write_text("\n".join(kept))
 
 
-def test_12_a_large_tensor_is_written_within_the_budget(tmp_path):
+def test_12_a_large_tensor_is_written_within_the_budget(tmp_path, monkeypatch):
     class Large(Net):
         def build(self):
             super().build()
@@ -159,24 +159,15 @@ def test_12_a_large_tensor_is_written_within_the_budget(tmp_path):
     model, one = module(Large), trainer(tmp_path)
     one.validate(model, loader(), verbose=False)
     one.save_checkpoint(tmp_path / "a.ckpt", weights_only=True)
-    import tracemalloc
-
-    del tracemalloc
-    pieces = []
-    from torch_xla_ckpt.integrations.lightning import windows
-
-    kept = windows._load
+    pieces, kept = [], windows._load
 
     def watched(target, reader, planner):
         kept(target, reader, planner)
         access = planner._options.access_of(None)
         pieces.append(sum(data.nbytes for data in access.data.values()))
 
-    windows._load = watched
-    try:
-        consolidate(tmp_path / "a.ckpt", tmp_path / "full.ckpt", memory_budget=1 << 20)
-    finally:
-        windows._load = kept
+    monkeypatch.setattr(windows, "_load", watched)
+    consolidate(tmp_path / "a.ckpt", tmp_path / "full.ckpt", memory_budget=1 << 20)
     assert max(pieces) <= 1 << 20 and sum(pieces) > 32 << 20
     assert same(dict(torch.load(tmp_path / "full.ckpt")["state_dict"]), on_host(model))
 
@@ -267,7 +258,7 @@ def average_of(one):
 
 
 def test_21_a_callback_with_state_on_the_devices_comes_back_sharded(tmp_path):
-    model, one, path = saved(tmp_path, callbacks=[Average()])
+    _, one, path = saved(tmp_path, callbacks=[Average()])
     expected = {name: assembled(value) for name, value in average_of(one).items()}
     callback = Average()
     fresh = module(seed=1)
@@ -278,7 +269,7 @@ def test_21_a_callback_with_state_on_the_devices_comes_back_sharded(tmp_path):
 
 
 def test_21_lightnings_own_weight_averaging(tmp_path):
-    _, one, path = saved(tmp_path, callbacks=[EMAWeightAveraging(decay=0.5)])
+    _, _, path = saved(tmp_path, callbacks=[EMAWeightAveraging(decay=0.5)])
     callback = EMAWeightAveraging(decay=0.5)
     fresh = module(seed=1)
     trainer(tmp_path, callbacks=[callback], max_epochs=2).fit(fresh, loader(), ckpt_path=path)
@@ -449,8 +440,6 @@ def test_25_a_damaged_file_is_named_and_nothing_is_loaded(tmp_path):
 
 @pytest.mark.parametrize("case", ["absent", "half-written", "empty", "foreign", "foreign file", "not a pickle"])
 def test_25_what_is_no_checkpoint_is_named(case, tmp_path):
-    import torch_xla_ckpt as xc
-
     path = tmp_path / "a.ckpt"
     if case == "half-written":
         saved(tmp_path)
@@ -471,7 +460,7 @@ def test_25_what_is_no_checkpoint_is_named(case, tmp_path):
 
 
 def test_a_file_is_not_replaced_by_a_folder(tmp_path):
-    _, one, path = saved(tmp_path, cpu=True)
+    _, _, path = saved(tmp_path, cpu=True)
     sharded = trainer(tmp_path)
     sharded.validate(module(), loader(), verbose=False)
     with pytest.raises(CheckpointError, match=r"a\.ckpt is a file"):
@@ -480,7 +469,7 @@ def test_a_file_is_not_replaced_by_a_folder(tmp_path):
 
 
 def test_a_save_does_not_write_through_a_link(tmp_path):
-    model, one, path = saved(tmp_path)
+    _, one, path = saved(tmp_path)
     os.symlink("a.ckpt", tmp_path / "last.ckpt")
     before = sorted(os.listdir(path))
     one.save_checkpoint(tmp_path / "last.ckpt")

@@ -158,4 +158,4 @@ def specs(model):
 
 
 def losses(model):
-    return torch.stack([loss.cpu() for loss in model.losses])
+    return torch.tensor([loss.item() for loss in model.losses])

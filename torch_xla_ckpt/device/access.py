@@ -59,7 +59,7 @@ def alias_of(tensor: torch.Tensor) -> Hashable:
     if tensor.device.type == "xla":
         return lazy.xla.alias_of(tensor)
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if type(tensor) is Snapshot or not local.numel():
+    if type(tensor) is Snapshot or not local.numel() or local.device.type == "meta":
         return id(tensor)
     local = host.memory_of(local)
     return local.device, local.data_ptr(), local.shape, local.stride(), local.dtype

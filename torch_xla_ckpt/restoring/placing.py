@@ -78,11 +78,11 @@ class Placement:
             spec = self._specs[id(one.tensor)]
             if one.persistent and one.name in loaded_later:
                 new = make(one.tensor.shape, one.tensor.dtype, spec or lazy.xla.root_device())
-                self._exchange(one.tensor, new)
+                self._exchange(one, new)
             elif one.tensor.device.type == "meta":
                 to_initialize.append(one)
             else:
-                self._exchange(one.tensor, lazy.xla.upload(one.tensor, spec))
+                self._exchange(one, lazy.xla.upload(one.tensor, spec))
         self._initialize(to_initialize)
         for one in self._to_mark:
             spec = self._specs[id(one.tensor)]
@@ -90,14 +90,21 @@ class Placement:
                 lazy.xla.mark(one.tensor, *spec)
 
     def _initialize(self, wanted: Sequence[HeldTensor]) -> None:
-        by_id = {id(one.tensor): one.tensor for one in wanted}
+        by_id = {id(one.tensor): one for one in wanted}
         for values in values_by_module(self._model, wanted):
             for number, value in values.items():
                 self._exchange(by_id[number], lazy.xla.upload(value, self._specs[number]))
         require_values(wanted, {id(tensor) for tensor, _ in self._exchanged})
 
-    def _exchange(self, tensor: torch.Tensor, new: torch.Tensor) -> None:
-        self._exchanged.append((tensor, exchange(tensor, new)))
+    def _exchange(self, one: HeldTensor, new: torch.Tensor) -> None:
+        try:
+            self._exchanged.append((one.tensor, exchange(one.tensor, new)))
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{one.name!r} cannot be moved to the devices: something else holds the tensor, such as the graph of a "
+                "loss. Nothing was changed. Delete results of forward passes in host memory, or compute them under "
+                "torch.no_grad()"
+            ) from error
 
     def _require_spec(self, one: HeldTensor) -> None:
         spec = self._specs[id(one.tensor)]

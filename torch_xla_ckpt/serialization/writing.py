@@ -124,7 +124,7 @@ class ArchiveWriter:
 
     def _entry(self, archive: zipfile.ZipFile, name: str, size: int, pieces: Iterator[memoryview]) -> None:
         entry = zipfile.ZipInfo(f"{_ROOT}/{name}", (1980, 1, 1, 0, 0, 0))
-        entry.file_size = size
+        entry.file_size, entry.compress_size, entry.CRC = size, 0, 0
         header = len(entry.FileHeader(zip64=size * 1.05 > zipfile.ZIP64_LIMIT))
         start = archive.start_dir + header + 4  # an extra field begins with its number and its length
         padding = -start % _ALIGNMENT

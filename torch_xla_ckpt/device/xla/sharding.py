@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch_xla import _XLAC
-from torch_xla.distributed.spmd import Mesh, ShardingSpec, XLAShardedTensor
+from torch_xla.distributed.spmd import Mesh, XLAShardedTensor
 
 from torch_xla_ckpt.device.xla.runtime import device_count, root_device
 from torch_xla_ckpt.errors import CheckpointError
@@ -125,7 +125,8 @@ def upload(tensor: torch.Tensor, placement: tuple[Any, Sequence[Any]] | None) ->
     sharding = None
     if placement is not None and op_sharding(*placement, host.shape) is not None:
         mesh, spec = placement
-        sharding = ShardingSpec(mesh, tuple(spec)).xla_spec(host)
+        # torch_xla's ``ShardingSpec`` does not know that a mesh may have more axes than a tensor has dimensions.
+        sharding = _XLAC.XlaShardingSpec(host, *mesh._get_op_sharding_args(tuple(spec)), False)
     (uploaded,) = _XLAC._xla_tensors_from_aten([host], [str(root_device())], [sharding])
     return uploaded
 

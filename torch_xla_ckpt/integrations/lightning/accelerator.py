@@ -35,8 +35,8 @@ class SPMDAccelerator(Accelerator):
         count = SPMDAccelerator.auto_device_count()
         if devices not in (count, str(count), "auto", -1, "-1"):
             raise MisconfigurationException(
-                f"Trainer(devices={devices!r}) does not fit SPMDStrategy, which uses all {count} devices of the program. "
-                "Leave devices= out, and choose the mesh with SPMDStrategy(mesh=...)"
+                f"Trainer(devices={devices!r}) does not fit SPMDStrategy, which uses all {count} devices of the "
+                "program. Leave devices= out, and choose the mesh with SPMDStrategy(mesh=...)"
             )
         return count
 

@@ -98,7 +98,8 @@ def _saved_tensors(found: Mapping[str, Any], metadata: Metadata) -> dict[int, Sa
         if isinstance(stored, TensorStorageMetadata) and path[0] in found:
             here: Any = found
             for element in path:
-                here = here[element]
+                # Keys of the metadata are text where the state dict had integers.
+                here = here[element] if isinstance(here, dict) and element in here else here[int(element)]
             saved[id(here)] = SavedTensor(key, tuple(stored.size), stored.properties.dtype)
     return saved
 

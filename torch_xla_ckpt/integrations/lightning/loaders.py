@@ -27,13 +27,13 @@ class ResumableLoader:
     Args:
         loader: the loader.
         is_epoch_over: returns whether the last batch that was handed out ended the epoch.
-        prefetched: returns the number of batches that were handed out and not yet used.
+        unused: returns the number of batches that were handed out and not yet trained on.
     """
 
-    def __init__(self, loader: Iterable[Any], is_epoch_over: Callable[[], bool], prefetched: Callable[[], int]):
+    def __init__(self, loader: Iterable[Any], is_epoch_over: Callable[[], bool], unused: Callable[[], int]):
         self._loader = loader
         self._is_epoch_over = is_epoch_over
-        self._prefetched = prefetched
+        self._unused = unused
         self._count = 0
         self._start: dict[str, Any] | None = None  # the random generators when the epoch began
         self._resume: dict[str, Any] | None = None
@@ -62,12 +62,12 @@ class ResumableLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state from which the next batch follows."""
-        ahead = self._prefetched()
+        ahead = self._unused()
         if isinstance(self._loader, Stateful):
             return self._states[-ahead] if 0 < ahead <= len(self._states) else self._loader.state_dict()
         if self._resume is not None:
             return {_MARK: dict(self._resume)}
-        is_over = self._is_epoch_over()
+        is_over = self._is_epoch_over() and not ahead
         return {_MARK: {"count": 0 if is_over else self._count - ahead, "start": None if is_over else self._start}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -96,7 +96,7 @@ class ResumableLoader:
                 for _ in range(resume["count"]):
                     next(batches, None)
         while True:
-            if isinstance(self._loader, Stateful) and not self._has_length():
+            if isinstance(self._loader, Stateful):
                 self._states = [*self._states[-1:], self._loader.state_dict()]
             try:
                 batch = next(batches)
@@ -104,14 +104,6 @@ class ResumableLoader:
                 return
             self._count += 1
             yield batch
-
-    def _has_length(self) -> bool:
-        """Return whether Lightning knows the loader's length. If not, it reads a batch ahead."""
-        try:
-            len(self)
-        except (TypeError, NotImplementedError):
-            return False
-        return True
 
     def _generators(self) -> dict[str, Any]:
         """Return the state of all generators that the order of the batches may depend on."""

@@ -18,7 +18,7 @@ def for_xla(plugin: Precision | None) -> Precision | None:
         return plugin
     if plugin.precision != "bf16-mixed":
         raise MisconfigurationException(
-            f"SPMDStrategy does not support precision={plugin.precision!r}, because XLA devices have no gradient scaler. "
-            'Use precision="bf16-mixed" or "bf16-true"'
+            f"SPMDStrategy does not support precision={plugin.precision!r}, because XLA devices have no gradient "
+            'scaler. Use precision="bf16-mixed" or "bf16-true"'
         )
     return MixedPrecision("bf16-mixed", "xla")

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch_xla_ckpt import api
 from torch_xla_ckpt.coordination import Processes
 from torch_xla_ckpt.device import Placement as Place
+from torch_xla_ckpt.device import lazy
 from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UnsafeObjectError
 from torch_xla_ckpt.integrations.lightning.checkpoint import (
     MODEL,
@@ -225,7 +226,11 @@ def _read_metadata(location: Location) -> Metadata:
         metadata = ShardReader(location).read_metadata()
         metadata.state_dict_metadata  # noqa: B018  raises the error of reading, if there was one
     except FileNotFoundError as error:
-        raise CheckpointError(f"there is no checkpoint at {location}. Nothing was loaded") from error
+        has_files = bool(open_folder(location).names())
+        why = "its save was never committed" if has_files else "there is no such folder, or it is empty"
+        raise CheckpointError(
+            f"{location} holds no checkpoint: {why}. Nothing was loaded. Load another checkpoint"
+        ) from error
     return metadata
 
 
@@ -254,7 +259,12 @@ def _require_checksums(location: Location) -> None:
 
 
 def _place(like: Mapping[str, torch.Tensor], key: str, shape: torch.Size, dtype: torch.dtype) -> Place | None:
-    """Return the module's tensor that a saved tensor is a copy of, by its name and shape; None for host memory."""
+    """Return where a tensor of a callback goes: like the module's tensor of the same name and shape, or to the host.
+
+    A tensor without dimensions, such as the score that ``ModelCheckpoint`` compares, goes back to the devices.
+    """
+    if not shape:
+        return lazy.xla.root_device()
     parts = key.split(".")
     names = (".".join(parts[number:]) for number in range(len(parts)))
     found = next((like[name] for name in names if name in like), None)

@@ -17,6 +17,7 @@ from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.restoring import HeldTensor, Placement, Sharding, held_tensors
 
 _Placed = tuple[Any, tuple[Any, ...]]
+_LOSSES = torch.nn.L1Loss.__module__
 
 
 class ModuleSharding:
@@ -145,4 +146,4 @@ def move_metrics(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def _is_metric_or_loss(module: torch.nn.Module) -> bool:
-    return isinstance(module, (Metric, torch.nn.modules.loss._Loss))
+    return isinstance(module, Metric) or any(kind.__module__ == _LOSSES for kind in type(module).__mro__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -166,6 +167,13 @@ class SPMDStrategy(Strategy):
         answers = Processes(None).gather(bool(decision), "agreeing on a decision")
         return False not in answers if all else True in answers
 
+    def setup_environment(self) -> None:
+        """Seed the devices with what ``seed_everything`` was given, as it seeds all other generators."""
+        super().setup_environment()
+        seed = os.environ.get("PL_GLOBAL_SEED")
+        if seed is not None:
+            lazy.xla.set_seed(int(seed))
+
     # Modules: where their tensors are.
 
     @contextmanager
@@ -313,11 +321,12 @@ class SPMDStrategy(Strategy):
         if module is None or not module.trainer.training or isinstance(dataloader, ResumableLoader):
             return dataloader
         loop = module.trainer.fit_loop
-        return ResumableLoader(
-            dataloader,
-            is_epoch_over=loop.epoch_loop._num_ready_batches_reached,
-            prefetched=lambda: len(getattr(loop._data_fetcher, "batches", ())),
-        )
+
+        def unused() -> int:
+            progress = loop.epoch_loop.batch_progress.current
+            return len(getattr(loop._data_fetcher, "batches", ())) + progress.ready - progress.processed
+
+        return ResumableLoader(dataloader, loop.epoch_loop._num_ready_batches_reached, unused)
 
     def on_train_start(self) -> None:
         """Set the random generators to where the checkpoint had them."""
