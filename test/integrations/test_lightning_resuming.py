@@ -313,22 +313,38 @@ class Count(Callback):
 class Logging(Net):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("loss", loss)
+        return loss
+
+
+class LoggingEpochs(Net):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_epoch=True)
         return loss
 
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [(Net, {}), (Logging, {}), (Net, {"accumulate_grad_batches": 2}), (Net, {"precision": "bf16-mixed"})],
+    [
+        (Net, {}),
+        (Logging, {}),
+        (LoggingEpochs, {}),
+        (Net, {"accumulate_grad_batches": 2}),
+        (Net, {"precision": "bf16-mixed"}),
+    ],
 )
 def test_26_one_sync_a_step_no_late_graph_and_no_fetch(kind, options, tmp_path):
     count = Count()
     trainer(tmp_path, callbacks=[count], max_epochs=2, **options).fit(module(kind), loader())
     differences = [{key: b[key] - a[key] for key in a} for a, b in zip(count.at, count.at[1:])]
     assert all(one["syncs"] == 1 for one in differences)
-    late = list(differences)[4 if options.get("accumulate_grad_batches") else 2 :]
-    late.pop(7 - len(differences) + len(late))  # the epoch's end, which computes and fetches what was logged
-    assert all(one["graphs"] == 0 and one["fetches"] == 0 for one in late), differences
+    found = [tuple(one.values()) for one in differences]
+    late = found[4 if options.get("accumulate_grad_batches") else 2 :]
+    late.pop(7 - len(found))  # the epoch's end, which computes and fetches what was logged
+    if kind is LoggingEpochs:  # Lightning resets the sum of an epoch, and a sum of zero is another graph, once
+        assert late.pop(8 - len(found)) == (1, 1, 0)
+    assert all(graphs == 0 and fetches == 0 for graphs, _, fetches in late), str(found)
 
 
 def test_26_a_step_of_two_optimizers_is_one_sync(tmp_path):
