@@ -126,9 +126,9 @@ class SavedFolder:
             CheckpointError: the checkpoint has other optimizers, or cannot be read.
         """
         require_count(self.rest.optimizers or 0, optimizers, str(self._location))
-        named = {optimizer_key(number): optimizer for number, optimizer in enumerate(optimizers)}
-        if named:
-            restore(storage_reader=ShardReader(self._location), trust_pickle=self._trust_pickle, **named)
+        state: dict[str, Any] = {optimizer_key(number): optimizer for number, optimizer in enumerate(optimizers)}
+        if state:
+            restore(storage_reader=ShardReader(self._location), state=state, trust_pickle=self._trust_pickle)
 
     def _rest_of_lightning(self) -> Rest:
         folder = open_folder(self._location)

@@ -66,6 +66,7 @@ class SPMDStrategy(Strategy):
     """
 
     strategy_name = "spmd"
+    model: Any
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class SavedTensor:
 def read_structure(reader: ShardReader, keys: Sequence[str]) -> dict[str, Any]:
     """Return the values under some top-level keys, with tensors on the meta device, of which nothing is read."""
     target: dict[str, Any] = {key: {} for key in keys}
-    planner = SPMDLoadPlanner(placement=lambda *_: "meta", access=lambda _: _WindowAccess({}))
+    planner = SPMDLoadPlanner(placement=lambda *_: "meta", access=partial(_same, _WindowAccess({})))
     _load(target, reader, planner)
     return target
 
@@ -54,10 +55,15 @@ def read_in_order(reader: ShardReader, tensors: Sequence[SavedTensor], budget: i
     for group in _groups(tensors, budget):
         targets = {one.key: torch.empty(one.shape, dtype=one.dtype, device="meta") for one, _ in group}
         access = _WindowAccess({id(targets[one.key]): box for one, box in group})
-        _load(targets, reader, SPMDLoadPlanner(unexpected="ignore", dtype="error", access=lambda _, one=access: one))
+        _load(targets, reader, SPMDLoadPlanner(unexpected="ignore", dtype="error", access=partial(_same, access)))
         for one, _ in group:
             data = access.data.pop(id(targets[one.key]))
-            yield memoryview(data.contiguous().reshape(-1).view(torch.uint8).numpy())
+            yield data.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _same(access: TensorAccess, tensor: torch.Tensor) -> TensorAccess:
+    """Return the access for every tensor."""
+    return access
 
 
 def _load(target: dict[str, Any], reader: ShardReader, planner: SPMDLoadPlanner) -> None:
