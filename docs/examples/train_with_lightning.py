@@ -66,7 +66,9 @@ def train(folder, mesh, seed, callbacks=()):
     loader = DataLoader(letters.unfold(0, LENGTH + 1, 8).contiguous(), batch_size=16, shuffle=True)
     checkpoints = ModelCheckpoint(folder, every_n_train_steps=5, save_top_k=0, save_last=True)
     trainer = L.Trainer(
-        strategy=SPMDStrategy(mesh=mesh, sharding={"layer.*.weight": ("fsdp", None), "*embed.weight": (None, "fsdp")}),
+        strategy=SPMDStrategy(
+            mesh=mesh, sharding={"layer.linear*.weight": ("fsdp", None), "embed.weight": (None, "fsdp")}
+        ),
         max_steps=STEPS,
         callbacks=[checkpoints, *callbacks],
         logger=False,
