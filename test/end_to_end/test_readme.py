@@ -18,6 +18,8 @@ from support.s3 import Server
 from torch_xla_ckpt import testing
 from torch_xla_ckpt.integrations import lightning
 
+pytestmark = pytest.mark.slow
+
 README = ROOT / "README.md"
 API = ROOT / "docs" / "api.md"
 LIGHTNING = ROOT / "docs" / "lightning.md"

@@ -11,7 +11,7 @@ from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.leftover_files import leftovers
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, path_mismatch
 from torch_xla_ckpt.storage.manifest import Manifest
-from torch_xla_ckpt.storage.opening import open_reader, open_writer, path_of, required_path
+from torch_xla_ckpt.storage.opening import open_reader, open_writer, path_of
 from torch_xla_ckpt.storage.reader import ReadStats, ShardReader
 from torch_xla_ckpt.storage.stored import checksum
 from torch_xla_ckpt.storage.verify import VerifyReport, verify
@@ -36,7 +36,6 @@ __all__ = [
     "path_mismatch",
     "path_of",
     "read_index",
-    "required_path",
     "verify",
     "written_by",
 ]
