@@ -8,7 +8,7 @@ import zipfile
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 
 import torch_xla_ckpt as xc
 from support import lightning_modules
@@ -29,6 +29,7 @@ from support.training import assembled
 from torch_xla_ckpt import CheckpointError, CorruptCheckpointError, MismatchError, UnsafeObjectError
 from torch_xla_ckpt.integrations.lightning import SPMDStrategy, consolidate, windows
 
+pytestmark = pytest.mark.slow
 TENSOR = {"first.weight": ("fsdp", "tensor"), "last.weight": ("tensor", None)}
 
 
@@ -72,6 +73,49 @@ def test_10_a_sharded_checkpoint_goes_into_another_mesh_with_other_specs(kind, t
     assert spec_of(moments["exp_avg"]) == spec_of(fresh.first.weight)
 
 
+FSDP2 = """
+import sys
+import lightning as L
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+from plain_modules import InConfigure, loader
+
+class Sharded(InConfigure):
+    def configure_model(self):
+        super().configure_model()
+        for layer in (self.first, self.last):
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
+trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False, enable_progress_bar=False, max_epochs=1,
+                    enable_checkpointing=False)
+trainer.fit(Sharded(), loader())
+trainer.save_checkpoint(sys.argv[1])
+"""
+
+
+def run_without_this_package(program, tmp_path, *arguments):
+    write_plain_modules(tmp_path)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert not done.returncode, done.stderr
+
+
+def test_10_a_checkpoint_of_lightnings_own_sharded_strategy(tmp_path):
+    path = tmp_path / "a.ckpt"
+    run_without_this_package(FSDP2, tmp_path, path)
+    expected = {"state_dict": {}, "optimizer_0": {}}
+    xc.load(expected, path)
+    fresh, one = module(), trainer(tmp_path)
+    one.fit(fresh, loader(), ckpt_path=path)
+    assert one.global_step == 8
+    assert same(on_host(fresh), expected["state_dict"])
+    moments = one.optimizers[0].state[fresh.first.weight]
+    assert torch.equal(assembled(moments["exp_avg"]), expected["optimizer_0"]["state"]["first.weight"]["exp_avg"])
+
+
 @pytest.mark.parametrize("kind", [Net, OnMeta])
 @pytest.mark.parametrize("by", ["plain Lightning", "full"])
 def test_11_a_full_checkpoint_goes_into_a_sharded_module(by, kind, tmp_path):
@@ -112,7 +156,7 @@ STOCK = """
 import sys
 import lightning as L
 import torch
-from support.lightning_modules import Net, loader
+from plain_modules import Net, loader
 path = sys.argv[1]
 checkpoint = torch.load(path, weights_only=True)
 L.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, max_epochs=2,
@@ -123,7 +167,6 @@ assert "torch_xla_ckpt" not in sys.modules
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("budget", [1 << 8, 1 << 28])
 def test_12_stock_lightning_opens_the_consolidated_file_without_this_package(budget, tmp_path):
     model, one, path = saved(tmp_path, callbacks=[Average()])
@@ -135,11 +178,7 @@ def test_12_stock_lightning_opens_the_consolidated_file_without_this_package(bud
     assert same(loaded["callbacks"]["Average"]["average"], {k: assembled(v) for k, v in average_of(one).items()})
     ours = {(n, k): v for n, s in loaded["optimizer_states"][0]["state"].items() for k, v in s.items()}
     assert same(ours, state_on_host(one.optimizers[0]))
-    program = STOCK.replace("support.lightning_modules", "plain_modules")
-    write_plain_modules(tmp_path)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", program, file, out], capture_output=True, text=True, env=environment)
-    assert not done.returncode, done.stderr
+    run_without_this_package(STOCK, tmp_path, file, out)
     assert same(torch.load(out), on_host(model))
 
 
@@ -190,18 +229,12 @@ def loaded_from(path, tmp_path, kind=Net, **options):
 
 def test_14_a_module_on_the_meta_device_is_initialised_like_one_in_host_memory(tmp_path):
     class Twins(OnMeta):
-        def build(self):
-            super().build()
-            self.twins = torch.nn.ModuleList([torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)])
-
         def configure_model(self):
-            if self.first is None:
-                super().configure_model()
-                L.seed_everything(3, verbose=False)
+            super().configure_model()
+            with torch.device("meta"):
+                self.twins = torch.nn.ModuleList([torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)])
 
     model = module(Twins)
-    with torch.device("meta"):
-        model.twins = torch.nn.ModuleList([torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)])
     trainer(tmp_path).validate(model, loader(), verbose=False)
     found = on_host(model)
     assert not torch.equal(found["twins.0.weight"], found["twins.1.weight"])
@@ -270,11 +303,17 @@ def test_21_a_callback_with_state_on_the_devices_comes_back_sharded(tmp_path):
 
 
 def test_21_lightnings_own_weight_averaging(tmp_path):
-    _, _, path = saved(tmp_path, callbacks=[EMAWeightAveraging(decay=0.5)])
-    callback = EMAWeightAveraging(decay=0.5)
-    fresh = module(seed=1)
-    trainer(tmp_path, callbacks=[callback], max_epochs=2).fit(fresh, loader(), ckpt_path=path)
-    assert all(torch.isfinite(value).all() for value in on_host(fresh).values())
+    checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=4, filename="{step}")
+    trainer(tmp_path, callbacks=[EMAWeightAveraging(decay=0.5), checkpoints], max_steps=4).fit(module(), loader())
+    callback, fresh = EMAWeightAveraging(decay=0.5), module(seed=1)
+    again = trainer(tmp_path, callbacks=[callback], max_steps=4)  # nothing is left to train
+    again.fit(fresh, loader(), ckpt_path=checkpoints.best_model_path)
+    found = {"state_dict": {}, "tensors": {}}
+    xc.load(found, checkpoints.best_model_path)
+    assert same(on_host(callback._average_model.module), found["state_dict"])
+    current = {f"current_model_state.{key}": value for key, value in on_host(fresh).items()}
+    assert all(torch.equal(found["tensors"][key], value) for key, value in current.items())
+    assert not same(on_host(fresh), found["state_dict"])
 
 
 class Two(Net):

@@ -31,6 +31,8 @@ from support.meshes import mesh, spec_of
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.integrations.lightning import SPMDStrategy
 
+pytestmark = pytest.mark.slow
+
 
 def cut(tensor):
     return spec_of(tensor).startswith("{devices=")
@@ -96,7 +98,6 @@ print("GREW", peak() - before)
 """
 
 
-@pytest.mark.slow
 def test_04_layers_of_configure_model_leave_host_memory_one_by_one(tmp_path):
     # The devices are virtual: their 768 MiB lie in the same process. A model that was whole in host memory before it
     # was sharded would take as much again.
@@ -261,6 +262,12 @@ def test_a_function_shards_too(tmp_path):
     model = module()
     trainer(tmp_path, strategy=SPMDStrategy(sharding=shard)).fit(model, loader())
     assert "[8,1]" in spec_of(model.first.weight)
+
+
+def test_a_checkpoint_io_is_refused(tmp_path):
+    plugin = L.pytorch.plugins.io.TorchCheckpointIO()
+    with pytest.raises(L.pytorch.utilities.exceptions.MisconfigurationException, match="CheckpointIO"):
+        trainer(tmp_path, plugins=[plugin])
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 3}, {"fsdp": 16}, {}, {"fsdp": 0}])

@@ -145,6 +145,17 @@ class SPMDStrategy(Strategy):
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         self._precision_plugin = for_xla(precision_plugin)
 
+    @property
+    def checkpoint_io(self) -> None:
+        """None: checkpoints are saved by all processes, and a ``CheckpointIO`` is called on the first one only."""
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        raise MisconfigurationException(
+            f"SPMDStrategy cannot use the plugin {type(io).__name__}: it saves checkpoints by all processes, and a "
+            "CheckpointIO gets them on the first process only. Leave the plugin out"
+        )
+
     # Values of all processes. SPMD computes with whole tensors, so there is nothing to reduce or to gather.
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
