@@ -88,8 +88,8 @@ class Sharded(InConfigure):
             fully_shard(layer, mesh=self.device_mesh["data_parallel"])
 
 strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
-trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False, enable_progress_bar=False, max_epochs=1,
-                    enable_checkpointing=False)
+trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False, enable_progress_bar=False,
+                    max_epochs=1, enable_checkpointing=False)
 trainer.fit(Sharded(), loader())
 trainer.save_checkpoint(sys.argv[1])
 """

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_xla_ckpt.errors import CheckpointError, UnsafeObjectError
+from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UnsafeObjectError
 from torch_xla_ckpt.serialization import Refused, restricted
 from torch_xla_ckpt.storage import Location
 
@@ -25,6 +25,7 @@ REST = "lightning"
 TENSORS = "tensors"
 
 _Path = tuple[Any, ...]
+_DAMAGED = "Nothing was loaded. Load another checkpoint"
 
 
 class Rest(NamedTuple):
@@ -41,10 +42,17 @@ class Rest(NamedTuple):
     places: Mapping[str, _Path]
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Return the values with all tensors in their places."""
+        """Return the values with all tensors in their places.
+
+        Raises:
+            CorruptCheckpointError: there is no such place, or no such tensor.
+        """
         values: Any = self.values
-        for name, path in self.places.items():
-            values = _inserted(values, path, tensors[name])
+        try:
+            for name, path in self.places.items():
+                values = _inserted(values, path, tensors[name])
+        except (LookupError, TypeError) as error:
+            raise CorruptCheckpointError(f"the checkpoint has no place for {name!r} ({error}). {_DAMAGED}") from error
         return dict(values)
 
 
@@ -96,8 +104,12 @@ def read_rest(data: bytes, source: str, *, trust_pickle: bool) -> Rest:
 
     Raises:
         UnsafeObjectError: the bytes name types that are not harmless.
+        CorruptCheckpointError: the bytes hold something else.
     """
     stored = read_pickle(data, source, trust_pickle=trust_pickle)
+    kinds = {"values": dict, "optimizers": (int, type(None)), "places": dict}
+    if not isinstance(stored, dict) or not all(isinstance(stored.get(key), kind) for key, kind in kinds.items()):
+        raise CorruptCheckpointError(f"{source}: the object {REST!r} is not what SPMDStrategy saves. {_DAMAGED}")
     return Rest(stored["values"], stored["optimizers"], stored["places"])
 
 
@@ -106,18 +118,22 @@ def read_pickle(data: bytes, source: str, *, trust_pickle: bool) -> Any:
 
     Raises:
         UnsafeObjectError: the archive names types that are not harmless.
+        CorruptCheckpointError: the bytes are no archive.
     """
-    file = io.BytesIO(data)
-    if trust_pickle:
-        return torch.load(file, map_location="cpu", weights_only=False)
     try:
-        return restricted.load(file)
+        file = io.BytesIO(data)
+        return torch.load(file, map_location="cpu", weights_only=False) if trust_pickle else restricted.load(file)
     except Refused as error:
         raise UnsafeObjectError(
             f"{source}: the state of callbacks, loops or hyperparameters needs types that could run code ({error}). "
             "Nothing was loaded. Allow them with torch.serialization.add_safe_globals([...]), or, if you trust the "
             "checkpoint, pass weights_only=False",
             key=REST,
+        ) from error
+    except Exception as error:
+        raise CorruptCheckpointError(
+            f"{source}: the state of callbacks, loops and hyperparameters cannot be read ({type(error).__name__}: "
+            f"{error}). {_DAMAGED}"
         ) from error
 
 

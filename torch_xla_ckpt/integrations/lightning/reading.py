@@ -68,6 +68,13 @@ class SavedFolder:
             target: dict[str, Any] = {REST: None}
             api.load(target, storage_reader=ShardReader(location), only=REST)
             self.rest = read_rest(target[REST], str(location), trust_pickle=trust_pickle)
+            present = {key.partition(".")[0] for key in keys}
+            wanted = map(optimizer_key, range(min(self.rest.optimizers or 0, len(keys) + 1)))
+            lacking = [key for key in wanted if key not in present]
+            if lacking:
+                raise CorruptCheckpointError(
+                    f"{location} lacks {lacking[0]!r}, which was saved. Nothing was loaded. Load another checkpoint"
+                )
         else:
             self.rest = self._rest_of_lightning()
 

@@ -72,6 +72,8 @@ class Saves:
         self.raise_failed()
         self._cancel_removal(where)
         state = state_of(checkpoint)
+        # The random generators and paths of processes differ; those of the first process are saved.
+        state[REST] = Processes(None).from_first(lambda: state[REST], f"saving to {where}")
         Processes(None).from_first(lambda: _prepare(where, self._full), f"saving to {where}")
         writer = ShardWriter(_shards_of(where) if self._full else where, step=checkpoint.get("global_step"))
         if not background:
