@@ -1,5 +1,6 @@
 """SPMDStrategy and checkpoints: the lines of the list in docs/lightning.md, by number."""
 
+import io
 import os
 import subprocess
 import sys
@@ -474,6 +475,34 @@ def test_25_a_damaged_file_is_named_and_nothing_is_loaded(tmp_path):
     fresh = module(seed=1)
     before = on_host(fresh)
     with pytest.raises(CorruptCheckpointError, match=r"a\.ckpt"):
+        trainer(tmp_path).fit(fresh, loader(), ckpt_path=path)
+    assert same(on_host(fresh), before)
+
+
+def archive(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+REST = {"values": {}, "optimizers": None, "places": {}}
+ODD = {
+    "bytes": b"no archive",
+    "no bytes": 3,
+    "a list": archive([1]),
+    "an optimizer too many": archive({**REST, "optimizers": 10**12}),
+    "a place that is not there": archive({**REST, "places": {"x": ("a", "b")}}),
+    "a path that is no path": archive({**REST, "places": {"x": 3}}),
+}
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+def test_25_an_odd_checkpoint_is_refused_and_nothing_is_loaded(odd, tmp_path):
+    path = tmp_path / "a.ckpt"
+    xc.save({"state_dict": on_host(module()), "lightning": odd, "tensors": {"x": torch.ones(2)}}, path)
+    fresh = module(seed=1)
+    before = on_host(fresh)
+    with pytest.raises(CorruptCheckpointError):
         trainer(tmp_path).fit(fresh, loader(), ckpt_path=path)
     assert same(on_host(fresh), before)
 

@@ -68,15 +68,22 @@ class SavedFolder:
             target: dict[str, Any] = {REST: None}
             api.load(target, storage_reader=ShardReader(location), only=REST)
             self.rest = read_rest(target[REST], str(location), trust_pickle=trust_pickle)
-            present = {key.partition(".")[0] for key in keys}
-            wanted = map(optimizer_key, range(min(self.rest.optimizers or 0, len(keys) + 1)))
-            lacking = [key for key in wanted if key not in present]
-            if lacking:
-                raise CorruptCheckpointError(
-                    f"{location} lacks {lacking[0]!r}, which was saved. Nothing was loaded. Load another checkpoint"
-                )
+            self._require_parts()
         else:
             self.rest = self._rest_of_lightning()
+
+    def _require_parts(self) -> None:
+        """Check, before anything is loaded, that all that ``rest`` speaks of is there."""
+        keys = self._metadata.state_dict_metadata
+        tops = {key.partition(".")[0] for key in keys}
+        optimizers = map(optimizer_key, range(min(self.rest.optimizers or 0, len(keys) + 1)))
+        lacking = [key for key in optimizers if key not in tops]
+        lacking += [key for name in self.rest.places if (key := f"{TENSORS}.{name}") not in keys]
+        if lacking:
+            raise CorruptCheckpointError(
+                f"{self._location} lacks {lacking[0]!r}, which was saved. Nothing was loaded. Load another checkpoint"
+            )
+        self.rest.with_tensors(dict.fromkeys(self.rest.places, torch.empty(0)))
 
     def load_model(self, model: torch.nn.Module, sharding: ModuleSharding) -> None:
         """Load the module's tensors, wherever they are. Those that are not on devices are placed there first.
