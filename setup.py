@@ -17,13 +17,14 @@ setup(
     install_requires=["torch>=2.9", "numpy", "xxhash>=3.0", "fsspec>=2023.6"],
     extras_require={
         "xla": ["torch==2.9.*", "torch_xla==2.9.*"],
-        "progress": ["tqdm>=4.60"],
         "cli": ["click>=8.1", "rich>=13", "matplotlib>=3.8"],
+        "lightning": ["lightning==2.6.*"],
+        "progress": ["tqdm>=4.60"],
         "demo": ["transformers>=4.50,<5", "rich>=13", "matplotlib>=3.8"],
         "test": [
             *("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100"),
             *("ruff==0.17.*", "mypy==2.4.*", "import-linter>=2.5"),
-            *("click>=8.1", "rich>=13", "matplotlib>=3.8"),
+            *("click>=8.1", "rich>=13", "matplotlib>=3.8", "lightning==2.6.*"),
             *("moto[server]>=5", "s3fs>=2024.6", "tqdm>=4.60", "torchdata>=0.11"),
         ],
     },

@@ -16,11 +16,13 @@ from support.meshes import mesh, put, random_bits
 from support.paths import ROOT
 from support.s3 import Server
 from torch_xla_ckpt import testing
+from torch_xla_ckpt.integrations import lightning
 
 pytestmark = pytest.mark.slow
 
 README = ROOT / "README.md"
 API = ROOT / "docs" / "api.md"
+LIGHTNING = ROOT / "docs" / "lightning.md"
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
@@ -65,10 +67,15 @@ def test_every_snippet_of_the_api_runs_as_it_stands(tmp_path, monkeypatch):
     run_snippets(API)
 
 
+def test_every_snippet_of_the_lightning_page_runs_as_it_stands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_snippets(LIGHTNING)
+
+
 def test_the_api_has_a_line_and_an_example_for_every_public_name():
     text = API.read_text(encoding="utf-8")
     parts = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", text, re.DOTALL | re.MULTILINE))
-    public = {*xc.__all__, *testing.__all__}
+    public = {*xc.__all__, *testing.__all__, *lightning.__all__}
     assert set(parts) == public, f"missing: {public - set(parts)}; no public names: {set(parts) - public}"
     for name, part in parts.items():
         line, found, _ = part.strip().partition("\n\n```python\n")

@@ -62,7 +62,7 @@ def alias_of(tensor: torch.Tensor) -> Hashable:
         # Meta tensors have no memory, but those that share elements share a storage.
         return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if type(tensor) is Snapshot or not local.numel():
+    if type(tensor) is Snapshot or not local.numel() or local.device.type == "meta":
         return id(tensor)
     local = host.memory_of(local)
     return local.device, local.data_ptr(), local.shape, local.stride(), local.dtype

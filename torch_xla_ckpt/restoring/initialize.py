@@ -7,7 +7,7 @@ on the meta device, where every computation is free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -57,20 +57,33 @@ def initial_values(model: torch.nn.Module, wanted: Sequence[HeldTensor], on_xla:
         CheckpointError: the modules cannot compute some of the tensors. The error names them.
     """
     values: dict[int, torch.Tensor] = {}
-    if not wanted:
-        return values
-    owners = {id(held.owner): held.owner for held in wanted}
+    if wanted:
+        with _same_random_numbers(on_xla):
+            for one in values_by_module(model, wanted):
+                values |= one
+        require_values(wanted, values)
+    return values
+
+
+def values_by_module(model: torch.nn.Module, wanted: Sequence[HeldTensor]) -> Iterator[dict[int, torch.Tensor]]:
+    """Compute values as ``initial_values`` does, one module at a time, and with the program's random numbers.
+
+    Yields:
+        For each module that owns tensors of ``wanted``: the values that it computed, by the ``id`` of the tensor.
+    """
+    owned: dict[int, list[HeldTensor]] = {}
+    for held in wanted:
+        owned.setdefault(id(held.owner), []).append(held)
     initializers = _initializers(model)
-    with _same_random_numbers(on_xla):
-        for number, owner in owners.items():
-            lacking = [held for held in wanted if id(held.owner) == number]
-            for compute in _ways(owner, initializers.get(number)):
+    for number, lacking in owned.items():
+        values: dict[int, torch.Tensor] = {}
+        with torch.no_grad(), torch.device("cpu"):
+            for compute in _ways(lacking[0].owner, initializers.get(number)):
                 values |= compute(lacking)
                 lacking = [held for held in lacking if id(held.tensor) not in values]
                 if not lacking:
                     break
-    _require_values(wanted, values)
-    return values
+        yield values
 
 
 _Way = Callable[[Sequence[HeldTensor]], Mapping[int, torch.Tensor]]
@@ -207,7 +220,16 @@ def _same_random_numbers(on_xla: bool) -> Iterator[None]:
         yield
 
 
-def _require_values(wanted: Sequence[HeldTensor], values: Mapping[int, torch.Tensor]) -> None:
+def require_values(wanted: Sequence[HeldTensor], values: Collection[int]) -> None:
+    """Check that every tensor of ``wanted`` has a value.
+
+    Args:
+        wanted: the tensors.
+        values: the ``id`` of each tensor that has a value.
+
+    Raises:
+        CheckpointError: some have none. The error names them.
+    """
     lacking = [held for held in wanted if id(held.tensor) not in values]
     if lacking:
         raise CheckpointError(

@@ -64,7 +64,7 @@ class Materialization:
         self._to_move = [one for one in unique if one.tensor.device.type in moved]
         self._to_mark = [one for one in unique if one.tensor.device.type == "xla" and id(one.tensor) in self._specs]
         self._exchanged: list[tuple[torch.Tensor, torch.Tensor]] = []  # a tensor, and its content before
-        _require_no_weak_references(self._to_move)
+        require_no_weak_references(self._to_move)
         self._values: dict[int, torch.Tensor] = {}
         for model in models.values():
             self._values |= initial_values(model, list(self._to_initialize(model)), self._on_xla)
@@ -86,7 +86,7 @@ class Materialization:
                 ", ".join(initialized),
             )
         for one in self._to_move:
-            self._exchanged.append((one.tensor, _exchange(one.tensor, self._new(one, device))))
+            self._exchanged.append((one.tensor, exchange(one.tensor, self._new(one, device))))
         for one in self._to_mark:
             if not lazy.xla.is_cut(one.tensor):
                 lazy.xla.mark(one.tensor, *self._specs[id(one.tensor)])
@@ -180,7 +180,7 @@ def _specs(held: Sequence[HeldTensor], sharding: Mapping[str, Any], mesh: Any) -
     return found
 
 
-def _require_no_weak_references(moved: Sequence[HeldTensor]) -> None:
+def require_no_weak_references(moved: Sequence[HeldTensor]) -> None:
     """Check that tensors can be exchanged while optimizers hold them. torch cannot exchange a weakly referenced tensor.
 
     Raises:
@@ -194,7 +194,7 @@ def _require_no_weak_references(moved: Sequence[HeldTensor]) -> None:
         )
 
 
-def _exchange(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+def exchange(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """Give ``old`` the content of ``new``. It stays the same object for every holder, such as an optimizer.
 
     Returns:
@@ -202,6 +202,7 @@ def _exchange(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """
     if isinstance(old, torch.nn.Parameter):
         new = torch.nn.Parameter(new, requires_grad=old.requires_grad)
+    new.__dict__.update(old.__dict__)  # attributes that the program gave the tensor
     torch.utils.swap_tensors(old, new)
     return new
 

@@ -14,6 +14,7 @@ from torch_xla_ckpt.serialization.metadata import METADATA, pickled_metadata, re
 from torch_xla_ckpt.serialization.objects import MAX_DEPTH, Encoded, Item, decode, encode
 from torch_xla_ckpt.serialization.restricted import AllowedType
 from torch_xla_ckpt.serialization.table import Refused
+from torch_xla_ckpt.serialization.writing import ArchiveWriter, StreamedTensor
 
 __all__ = [
     "MAX_DEPTH",
@@ -21,9 +22,11 @@ __all__ = [
     "AllowedType",
     "Archive",
     "ArchiveError",
+    "ArchiveWriter",
     "Encoded",
     "Item",
     "Refused",
+    "StreamedTensor",
     "decode",
     "encode",
     "parsed_ranges",

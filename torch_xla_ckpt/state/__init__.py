@@ -9,6 +9,7 @@ from torch_xla_ckpt.state.digest import digest
 from torch_xla_ckpt.state.editor import Closed, StateDictEditor
 from torch_xla_ckpt.state.per_rank import PerRank
 from torch_xla_ckpt.state.ranks import RankState, misfits
+from torch_xla_ckpt.state.rng import random_state, set_random_state
 from torch_xla_ckpt.state.shards import ShardSource, TensorHandle, compact, lay_out, require_savable, require_targets
 from torch_xla_ckpt.state.tree import Leaf, Path, flatten, is_placeholder, key_of, mapped
 
@@ -30,6 +31,8 @@ __all__ = [
     "lay_out",
     "mapped",
     "misfits",
+    "random_state",
     "require_savable",
     "require_targets",
+    "set_random_state",
 ]

@@ -23,20 +23,26 @@ from torch_xla_ckpt.device.xla.copies import (
 )
 from torch_xla_ckpt.device.xla.runtime import (
     compute_pending,
+    device_count,
     memory_left,
     preemption_notice,
+    root_device,
     same_seed,
     seed,
     set_seed,
+    step,
+    use_spmd,
 )
 from torch_xla_ckpt.device.xla.sharding import (
     forget_replication,
     is_cut,
     make,
     mark,
+    new_mesh,
     op_sharding,
     op_sharding_of,
     require_spec,
+    upload,
 )
 
 __all__ = [
@@ -48,18 +54,24 @@ __all__ = [
     "compute_pending",
     "copied_bytes",
     "copy_on_devices",
+    "device_count",
     "forget_replication",
     "is_cut",
     "keeps_copies",
     "make",
     "mark",
     "memory_left",
+    "new_mesh",
     "op_sharding",
     "op_sharding_of",
     "overlaps_itself",
     "preemption_notice",
     "require_spec",
+    "root_device",
     "same_seed",
     "seed",
     "set_seed",
+    "step",
+    "upload",
+    "use_spmd",
 ]

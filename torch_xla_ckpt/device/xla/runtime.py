@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
+import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch_xla import _XLAC
@@ -13,6 +15,27 @@ from torch_xla_ckpt.device import memory
 
 _HOST_SHARE = 0.75
 """Share of the host's available memory that copies on virtual devices may take. The save's buffers need the rest."""
+
+
+def use_spmd() -> None:
+    """Switch the runtime to SPMD, unless it is there already. Tensors that exist by then are replicated."""
+    if not xr.is_spmd():
+        xr.use_spmd()
+
+
+def device_count() -> int:
+    """Return the number of devices of all processes. This starts the runtime."""
+    return int(xr.global_runtime_device_count())
+
+
+def root_device() -> torch.device:
+    """Return the device of this process's XLA tensors, which stands for all devices under SPMD."""
+    return torch_xla.device()
+
+
+def step() -> None:
+    """Start the computation that the program has traced, as ``torch_xla.sync()`` does at the end of a training step."""
+    torch_xla.sync()
 
 
 def compute_pending() -> None:

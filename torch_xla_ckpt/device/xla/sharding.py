@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch_xla import _XLAC
-from torch_xla.distributed.spmd import XLAShardedTensor
+from torch_xla.distributed.spmd import Mesh, XLAShardedTensor
 
+from torch_xla_ckpt.device.xla.runtime import device_count, root_device
 from torch_xla_ckpt.errors import CheckpointError
 
 _TILES = re.compile(r"devices=\[([\d,]+)\]")
@@ -88,6 +91,44 @@ def require_spec(mesh: Any, spec: Sequence[Any], shape: Sequence[int]) -> None:
             raise ValueError(f"the mesh has no axis {axis!r}. Its axes are {names or len(mesh.mesh_shape)}")
     if len(set(axes)) < len(axes):
         raise ValueError(f"the partition spec {tuple(spec)} uses an axis of the mesh twice")
+
+
+def new_mesh(axes: Mapping[str, int]) -> Any:
+    """Return a mesh over all devices, in the runtime's order.
+
+    Args:
+        axes: the size of each axis, by its name. One size may be -1: the number of devices that the others leave.
+
+    Raises:
+        ValueError: the sizes do not fit the number of devices.
+    """
+    count, sizes = device_count(), list(axes.values())
+    rest = math.prod(size for size in sizes if size != -1)
+    if sizes.count(-1) == 1 and rest > 0 and count % rest == 0:
+        sizes[sizes.index(-1)] = count // rest
+    if not sizes or min(sizes) < 1 or math.prod(sizes) != count:
+        raise ValueError(f"the mesh {dict(axes)} does not fit {count} devices: its sizes must multiply to {count}")
+    return Mesh(np.arange(count), tuple(sizes), tuple(axes))
+
+
+def upload(tensor: torch.Tensor, placement: tuple[Any, Sequence[Any]] | None) -> torch.Tensor:
+    """Return a copy of a host tensor on the devices. Each device gets its shard only.
+
+    Args:
+        tensor: the host tensor.
+        placement: mesh and partition spec; None puts the whole tensor on each device.
+
+    Raises:
+        ValueError: the spec does not fit the mesh or the shape.
+    """
+    host = tensor.detach().contiguous()
+    sharding = None
+    if placement is not None and op_sharding(*placement, host.shape) is not None:
+        mesh, spec = placement
+        # torch_xla's ``ShardingSpec`` does not know that a mesh may have more axes than a tensor has dimensions.
+        sharding = _XLAC.XlaShardingSpec(host, *mesh._get_op_sharding_args(tuple(spec)), False)
+    (uploaded,) = _XLAC._xla_tensors_from_aten([host], [str(root_device())], [sharding])
+    return uploaded
 
 
 def make(shape: torch.Size, dtype: torch.dtype, op_sharding: Any) -> torch.Tensor:
