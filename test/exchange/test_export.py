@@ -17,6 +17,7 @@ import torch_xla_ckpt as xc
 from support import killed_export
 from support.meshes import mesh, put, random_bits, same_bits
 from support.programs import Program
+from support.s3 import Server
 from torch_xla_ckpt.formats import NAMES
 
 MESH = (4, 2)
@@ -251,6 +252,23 @@ def test_store_behind_fsspec_gets_whole_files(tmp_path, source, request):
         xc.export(source, f"{root}/model")
 
 
+def test_object_store_gets_a_model_and_gives_it_back(tmp_path, source):
+    with Server() as s3, s3.bucket("models"):
+        options = s3.options
+        report = xc.export(source, "s3://models/m", max_shard_bytes=300_000, storage_options=options)
+        state = {"model": {}}
+        loaded = xc.load(state, "s3://models/m", storage_options=options)
+        assert_same(state["model"])
+        assert len(report.files) == 3 and loaded.bytes_read <= 1.05 * loaded.bytes_needed
+        assert xc.verify("s3://models/m", storage_options=options)
+        xc.export("s3://models/m", "s3://models/one.safetensors", storage_options=options)
+        xc.export("s3://models/m", "s3://models/one.pt", format="torch", storage_options=options)
+        for path in ("one.safetensors", "one.pt"):
+            state = {"model": {}}
+            xc.load(state, f"s3://models/{path}", storage_options=options)
+            assert_same(state["model"])
+
+
 def test_small_memory_budget_writes_the_same_bytes(tmp_path, source):
     xc.export(source, tmp_path / "a")
     xc.export(source, tmp_path / "b", memory_budget=1)
@@ -311,7 +329,8 @@ def test_folder_and_file_are_not_confused(tmp_path, checkpoint):
 
 @pytest.mark.parametrize("existing", [False, True], ids=["new folder", "existing folder"])
 @pytest.mark.parametrize(
-    "operation, nth", [("pwrite", 1), ("pwrite", 5), ("fsync", 1), ("fsync", 4), ("rename", 1), ("link", 2), ("link", 4)]
+    "operation, nth",
+    [("pwrite", 1), ("pwrite", 5), ("fsync", 1), ("fsync", 4), ("rename", 1), ("link", 2), ("link", 4)],
 )
 def test_killed_export_leaves_nothing_that_looks_like_a_model(tmp_path, checkpoint, existing, operation, nth):
     if (operation == "rename" and existing) or (operation == "link" and not existing):
