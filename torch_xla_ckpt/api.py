@@ -188,7 +188,8 @@ def load(
     Args:
         state_dict: the target. Its tensors are overwritten in place and keep their sharding. Saved keys that it lacks
             are inserted.
-        path: the checkpoint's folder or file, a local path or an fsspec URL. Needed unless ``storage_reader`` has a path.
+        path: the checkpoint's folder or file, a local path or an fsspec URL. Needed unless ``storage_reader`` has a
+            path.
         missing, unexpected, dtype, shape, rename, only, exclude, placement, allow_types, trust_pickle: the policy for
             differences between target and checkpoint; see ``SPMDLoadPlanner``.
         verify, progress: see ``ShardReader``, which has further options. Without effect if ``storage_reader`` is given.
