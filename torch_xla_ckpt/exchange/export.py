@@ -21,7 +21,7 @@ from torch_xla_ckpt.errors import CheckpointError, ReplacedCheckpointError
 from torch_xla_ckpt.exchange.companions import companions_of, ties_by_config
 from torch_xla_ckpt.exchange.from_checkpoint import CheckpointSource
 from torch_xla_ckpt.exchange.from_state import ModelWriter, write_boxes, write_whole_files
-from torch_xla_ckpt.exchange.layout import Layout, OutTensor, layout_of, out_dtype, require_dtypes
+from torch_xla_ckpt.exchange.layout import Layout, OutFile, OutTensor, layout_of, out_dtype, require_dtypes
 from torch_xla_ckpt.exchange.local_files import LocalFiles
 from torch_xla_ckpt.exchange.model_folder import LocalTarget, RemoteTarget, require_free
 from torch_xla_ckpt.exchange.selection import Entry, Rename, Selection, select
@@ -323,7 +323,7 @@ class _StateExport(_Export):
             ties = self.ties(outs)
             equal = {(a.name, b.name): self._are_equal(tensors[a.name], tensors[b.name]) for a, b in ties.pairs()}
         left_out = ties.found(self._equal_everywhere(equal))
-        sources = {**{out.name: out.source for out in outs}}
+        sources = {out.name: out.source for out in outs}
         plans: list[_Plan] = []
         written: list[int] = []
 
@@ -404,7 +404,7 @@ class _StateExport(_Export):
         return {pair for pair in pairs if all(vote.get(pair, True) for vote in votes)}
 
 
-def _share(layout: Layout, rank: int, ranks: int) -> list[Any]:
+def _share(layout: Layout, rank: int, ranks: int) -> list[OutFile]:
     """Return the files that a rank writes: each rank gets about as many bytes."""
     load = [0] * ranks
     own = []

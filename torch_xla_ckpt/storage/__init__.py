@@ -8,7 +8,7 @@ from torch_xla_ckpt.storage import path_lock
 from torch_xla_ckpt.storage.checkpoint_index import read_index, written_by
 from torch_xla_ckpt.storage.file_names import is_checkpoint_file
 from torch_xla_ckpt.storage.folders import open_folder
-from torch_xla_ckpt.storage.foreign import Foreign, holds_checkpoint, is_file, read_foreign
+from torch_xla_ckpt.storage.foreign import holds_checkpoint, is_file
 from torch_xla_ckpt.storage.leftover_files import leftovers
 from torch_xla_ckpt.storage.limits import default_threads
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, path_mismatch
@@ -21,7 +21,6 @@ from torch_xla_ckpt.storage.writer import ShardWriter
 
 __all__ = [
     "REQUEST_TIMEOUT",
-    "Foreign",
     "Location",
     "Manifest",
     "PathLike",
@@ -41,7 +40,6 @@ __all__ = [
     "path_lock",
     "path_mismatch",
     "path_of",
-    "read_foreign",
     "read_index",
     "verify",
     "written_by",
