@@ -217,7 +217,8 @@ class Models:
         settle()
 
     def theirs(self) -> None:
-        self.made = transformers.AutoModelForCausalLM.from_pretrained(self.path).to("xla")
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(self.path)
+        self.made = model.to("xla")
         on = mesh((2, 4))
         for key, spec in self.specs(self.made).items():
             xs.mark_sharding(self.made.get_parameter(key), on, spec)

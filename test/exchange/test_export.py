@@ -17,6 +17,7 @@ import torch_xla_ckpt as xc
 from support import killed_export
 from support.meshes import mesh, put, random_bits, same_bits
 from support.programs import Program
+from support.s3 import Server
 from torch_xla_ckpt.formats import NAMES
 
 MESH = (4, 2)
@@ -130,7 +131,7 @@ def test_dtypes_that_the_format_lacks_are_one_error_before_anything_is_written(t
         with pytest.raises(xc.CheckpointError, match=r"(?s)no dtype for .*a \(.*c \(torch.complex128"):
             xc.export(source, tmp_path / "model")
     quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
-    with pytest.raises(xc.CheckpointError, match="(?s)'q1'.*'q2'.*Nothing was written"):
+    with pytest.raises(xc.CheckpointError, match=r"(?s)'q1'.*'q2'.*Nothing was written"):
         xc.export({"q1": quantized, "q2": quantized, "b": torch.ones(2)}, tmp_path / "model")
     with pytest.raises(xc.CheckpointError, match="meta device has no values"):
         xc.export({"m": torch.ones(2, device="meta")}, tmp_path / "model")
@@ -202,7 +203,7 @@ def test_model_is_found_if_there_is_one(tmp_path):
     assert names(3, {"model": one, "ema": one}) == {"w"}
     assert names(4, {"a": one, "b": {"v": torch.ones(1)}}, key="b") == {"v"}
     assert names(5, {"a": one, "b": one}, key="") == {"a.w", "b.w"}
-    with pytest.raises(xc.CheckpointError, match="cannot tell which key holds the model.*'a', 'b'"):
+    with pytest.raises(xc.CheckpointError, match=r"cannot tell which key holds the model.*'a', 'b'"):
         names(6, {"a": one, "b": one})
     with pytest.raises(xc.CheckpointError, match="no tensor to export"):
         xc.export({"step": 1}, tmp_path / "m7")
@@ -249,6 +250,23 @@ def test_store_behind_fsspec_gets_whole_files(tmp_path, source, request):
         assert_same(state["model"])
     with pytest.raises(xc.CheckpointError, match="already has"):
         xc.export(source, f"{root}/model")
+
+
+def test_object_store_gets_a_model_and_gives_it_back(tmp_path, source):
+    with Server() as s3, s3.bucket("models"):
+        options = s3.options
+        report = xc.export(source, "s3://models/m", max_shard_bytes=300_000, storage_options=options)
+        state = {"model": {}}
+        loaded = xc.load(state, "s3://models/m", storage_options=options)
+        assert_same(state["model"])
+        assert len(report.files) == 3 and loaded.bytes_read <= 1.05 * loaded.bytes_needed
+        assert xc.verify("s3://models/m", storage_options=options)
+        xc.export("s3://models/m", "s3://models/one.safetensors", storage_options=options)
+        xc.export("s3://models/m", "s3://models/one.pt", format="torch", storage_options=options)
+        for path in ("one.safetensors", "one.pt"):
+            state = {"model": {}}
+            xc.load(state, f"s3://models/{path}", storage_options=options)
+            assert_same(state["model"])
 
 
 def test_small_memory_budget_writes_the_same_bytes(tmp_path, source):
@@ -311,7 +329,8 @@ def test_folder_and_file_are_not_confused(tmp_path, checkpoint):
 
 @pytest.mark.parametrize("existing", [False, True], ids=["new folder", "existing folder"])
 @pytest.mark.parametrize(
-    "operation, nth", [("pwrite", 1), ("pwrite", 5), ("fsync", 1), ("fsync", 4), ("rename", 1), ("link", 2), ("link", 4)]
+    "operation, nth",
+    [("pwrite", 1), ("pwrite", 5), ("fsync", 1), ("fsync", 4), ("rename", 1), ("link", 2), ("link", 4)],
 )
 def test_killed_export_leaves_nothing_that_looks_like_a_model(tmp_path, checkpoint, existing, operation, nth):
     if (operation == "rename" and existing) or (operation == "link" and not existing):
@@ -440,7 +459,7 @@ def test_configuration_is_copied_and_its_dtype_follows_the_cast(tmp_path, checkp
     assert set(os.listdir(tmp_path / "model")) == {"model.safetensors", "config.json", *copied}
     assert set(report.copied) == {"config.json", *copied}
     assert json.loads((tmp_path / "model" / "config.json").read_text())["torch_dtype"] == "bfloat16"
-    with pytest.raises(xc.CheckpointError, match="has no config.json"):
+    with pytest.raises(xc.CheckpointError, match=r"has no config\.json"):
         xc.export(checkpoint, tmp_path / "other", config_from=tmp_path)
     assert not (tmp_path / "other").exists()
 

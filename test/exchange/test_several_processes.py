@@ -63,7 +63,7 @@ def error_of_one_rank(rank, world, folder):
     path = f"{folder}/there" if rank == 0 else f"{folder}/missing"
     if rank == 0:
         xc.save({"w": torch.ones(3)}, path, no_dist=True)
-    with pytest.raises(xc.CheckpointError, match="there is no checkpoint in .*missing"):
+    with pytest.raises(xc.CheckpointError, match=r"there is no checkpoint in .*missing"):
         xc.export(path, f"{folder}/model")
 
 

@@ -74,7 +74,8 @@ def torch_xla_manager(folder):
 
     dist.init_process_group("gloo", init_method=f"file://{folder}.rendezvous", rank=0, world_size=1)
     state = on_devices()
-    torch_xla_checkpoint.CheckpointManager(folder, save_interval=1).save(7, state, force=True)
+    manager = torch_xla_checkpoint.CheckpointManager(folder, save_interval=1, chkpt_on_preemption=False)
+    manager.save(7, state, force=True)
 
 
 def stock(folder):
@@ -98,7 +99,8 @@ def _fsdp2_rank(rank, folder):
         owner, _, name = key.rpartition(".")
         trained = torch.nn.Parameter(value, requires_grad=value.is_floating_point())
         model.get_submodule(owner).register_parameter(name, trained)
-    frozen = {value for value in model.parameters() if not value.ndim}  # FSDP2 refuses tensors without dimensions
+    # FSDP2 refuses integers and tensors without dimensions.
+    frozen = {value for value in model.parameters() if not value.ndim or not value.is_floating_point()}
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)), ignored_params=frozen)
     dcp.save({"model": model.state_dict(), **rest()}, checkpoint_id=folder)
     dist.destroy_process_group()

@@ -21,7 +21,7 @@ from torch_xla_ckpt.errors import CheckpointError, ReplacedCheckpointError
 from torch_xla_ckpt.exchange.companions import companions_of, ties_by_config
 from torch_xla_ckpt.exchange.from_checkpoint import CheckpointSource
 from torch_xla_ckpt.exchange.from_state import ModelWriter, write_boxes, write_whole_files
-from torch_xla_ckpt.exchange.layout import Layout, OutTensor, layout_of, out_dtype, require_dtypes
+from torch_xla_ckpt.exchange.layout import Layout, OutFile, OutTensor, layout_of, out_dtype, require_dtypes
 from torch_xla_ckpt.exchange.local_files import LocalFiles
 from torch_xla_ckpt.exchange.model_folder import LocalTarget, RemoteTarget, require_free
 from torch_xla_ckpt.exchange.selection import Entry, Rename, Selection, select
@@ -54,6 +54,7 @@ def export(
     memory_budget: int = 256 << 20,
     verify: bool = True,
     progress: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> ExportReport:
     """Write a model as others read it: a Hugging Face folder of safetensors, or one ``torch.save`` file.
@@ -80,6 +81,7 @@ def export(
         memory_budget: host memory in bytes for data that is being written. One tensor may exceed it. Default: 256 MiB.
         verify: check the bytes that are read against the checkpoint's checksums. Default: True.
         progress: show a progress bar on a terminal while a checkpoint is read. Needs tqdm. Default: False.
+        storage_options: options of fsspec's filesystem for URLs, of the source and of ``path``. Default: none.
         process_group: a group whose backend gathers Python objects. Default: the default group, or none.
 
     Returns:
@@ -92,9 +94,10 @@ def export(
         CorruptCheckpointError: bytes of the checkpoint are not those that were saved.
         IncompleteCheckpointError: the source does not hold every element of a tensor exactly once.
         ConcurrentSaveError: another program has written to the path meanwhile.
+        ReplacedCheckpointError: another save replaced the checkpoint while it was read. Export again.
     """
     options = _Options(
-        location=Location.of(path),
+        location=Location.of(path, storage_options),
         key=key,
         format=format,
         max_shard_bytes=max_shard_bytes,
@@ -108,7 +111,9 @@ def export(
     processes = Processes(process_group)
     if isinstance(source, Mapping):
         return _StateExport(options, processes).run(source)
-    reader = ShardReader(source, verify=verify, memory_budget=memory_budget, progress=progress)
+    reader = ShardReader(
+        source, verify=verify, memory_budget=memory_budget, progress=progress, storage_options=storage_options
+    )
     return _CheckpointExport(options, processes).run(reader)
 
 
@@ -318,7 +323,7 @@ class _StateExport(_Export):
             ties = self.ties(outs)
             equal = {(a.name, b.name): self._are_equal(tensors[a.name], tensors[b.name]) for a, b in ties.pairs()}
         left_out = ties.found(self._equal_everywhere(equal))
-        sources = {**{out.name: out.source for out in outs}}
+        sources = {out.name: out.source for out in outs}
         plans: list[_Plan] = []
         written: list[int] = []
 
@@ -399,7 +404,7 @@ class _StateExport(_Export):
         return {pair for pair in pairs if all(vote.get(pair, True) for vote in votes)}
 
 
-def _share(layout: Layout, rank: int, ranks: int) -> list[Any]:
+def _share(layout: Layout, rank: int, ranks: int) -> list[OutFile]:
     """Return the files that a rank writes: each rank gets about as many bytes."""
     load = [0] * ranks
     own = []

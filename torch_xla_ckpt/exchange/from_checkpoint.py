@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from torch_xla_ckpt import _dcp
-from torch_xla_ckpt.errors import IncompleteCheckpointError
+from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
 from torch_xla_ckpt.exchange.layout import Layout, OutFile, OutTensor
 from torch_xla_ckpt.exchange.local_files import LocalFiles, is_one_run
 from torch_xla_ckpt.layout import Box, Claim, assign
@@ -167,7 +167,13 @@ class CheckpointSource:
     def __init__(self, reader: ShardReader, memory_budget: int):
         self._reader = reader
         self._memory_budget = memory_budget
-        self.metadata = reader.read_metadata()
+        try:
+            self.metadata = reader.read_metadata()
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"cannot export {reader.location}: its ranks saved without a process group, and each has metadata of "
+                "its own. Nothing was written. Load it with dcp.load(..., no_dist=True) on each rank, and save it again"
+            ) from error
         _ = self.metadata.state_dict_metadata  # raises now if the metadata could not be read
         self.bytes_read = 0
 

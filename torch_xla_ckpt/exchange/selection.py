@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.formats import METADATA
 from torch_xla_ckpt.state import Path
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
@@ -146,7 +147,7 @@ def _renamed(names: Sequence[str], rename: Rename | None) -> list[str]:
 def _unique(names: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, key in zip(names, keys):
-        if type(name) is not str or not name or name == "__metadata__":
+        if type(name) is not str or not name or name == METADATA:
             raise CheckpointError(f"{key!r} cannot get the name {name!r}. Nothing was written. Correct rename=")
         if name in found:
             raise CheckpointError(

@@ -6,7 +6,6 @@ This room finds tensors in files and lays out new files. It moves no tensor data
 
 from torch_xla_ckpt.formats.contents import Contents, TensorPlace
 from torch_xla_ckpt.formats.hugging_face import (
-    WEIGHTS,
     index_of,
     is_weights,
     read_folder,
@@ -14,13 +13,14 @@ from torch_xla_ckpt.formats.hugging_face import (
     shard_names,
 )
 from torch_xla_ckpt.formats.safetensors import METADATA, NAMES, header_of
+from torch_xla_ckpt.formats.sparse_file import SparseFile
 from torch_xla_ckpt.formats.torch_file import read_torch_file, torch_file_of
 
 __all__ = [
     "METADATA",
     "NAMES",
-    "WEIGHTS",
     "Contents",
+    "SparseFile",
     "TensorPlace",
     "header_of",
     "index_of",

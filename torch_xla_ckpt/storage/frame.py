@@ -16,6 +16,7 @@ from typing import IO, cast
 import torch
 
 from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.formats import SparseFile
 from torch_xla_ckpt.protocols import Bytes
 
 ALIGNMENT = 64
@@ -65,43 +66,8 @@ def item_of(tensor: torch.Tensor) -> tuple[tuple[Bytes, ...], int | None]:
 @lru_cache(maxsize=4096)
 def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
     """Return the frame of tensors of a dtype and shape."""
-    file = _SparseFile()
+    file = SparseFile()
     with torch.serialization.skip_data():
         torch.save(torch.empty(shape, dtype=dtype), cast(IO[bytes], file))
-    return Frame(*file.around_the_gap())
-
-
-class _SparseFile:
-    """A file in memory that keeps only what is written.
-
-    ``skip_data`` seeks over the tensor's bytes, which may be more than fit into memory.
-    """
-
-    def __init__(self) -> None:
-        self._position = 0
-        self._written: list[tuple[int, bytes]] = []
-
-    def write(self, data: Bytes) -> int:
-        self._written.append((self._position, bytes(data)))
-        self._position += len(data)
-        return len(data)
-
-    def seek(self, position: int, whence: int = io.SEEK_SET) -> int:
-        self._position = position if whence == io.SEEK_SET else self._position + position
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def flush(self) -> None:
-        pass
-
-    def around_the_gap(self) -> tuple[bytes, bytes]:
-        """Return what was written before and after the skipped bytes. If none were skipped, nothing is after them."""
-        sides: tuple[list[bytes], list[bytes]] = ([], [])
-        end, side = 0, 0
-        for position, data in self._written:
-            side |= position != end
-            sides[side].append(data)
-            end = position + len(data)
-        return b"".join(sides[0]), b"".join(sides[1])
+    head, *tail = (data for _, data in file.written())
+    return Frame(head, *tail) if tail else Frame(head, b"")
