@@ -19,7 +19,7 @@ setup(
         "xla": ["torch==2.9.*", "torch_xla==2.9.*"],
         "progress": ["tqdm>=4.60"],
         "cli": ["click>=8.1", "rich>=13", "matplotlib>=3.8"],
-        "demo": ["transformers>=4.50,<5", "rich>=13", "matplotlib>=3.8"],
+        "demo": ["transformers>=4.50,<5", "click>=8.1", "rich>=13", "matplotlib>=3.8"],
         "test": [
             *("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100"),
             *("ruff==0.17.*", "mypy==2.4.*", "import-linter>=2.5"),
