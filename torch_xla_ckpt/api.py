@@ -32,12 +32,10 @@ from torch_xla_ckpt.storage import (
     open_writer,
     path_lock,
     path_of,
-    required_path,
 )
 
 logger = logging.getLogger(__name__)
 
-given = required_path
 RESTARTS = 20
 """Number of times that a load begins again because another save replaced the checkpoint."""
 

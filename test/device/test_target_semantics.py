@@ -1,8 +1,6 @@
 """Loads treat views, aliases and autograd as ``copy_`` does. Targets that cannot hold the data are refused."""
 
 import logging
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torch_xla_ckpt as xc
+from support import interpreters
 from support.meshes import mesh, put, settle
-from support.paths import environment
 from torch_xla_ckpt.layout import elements_overlap
 
 ON = mesh((4, 2))
@@ -335,10 +333,10 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_partial_dtensor_is_refused_and_the_remedy_works(tmp_path):
-    command = [sys.executable, "-c", PARTIAL]
-    arguments = [str(tmp_path / "store"), str(tmp_path / "saved")]
-    ranks = [subprocess.Popen([*command, str(rank), *arguments], env=environment()) for rank in range(2)]
+    arguments = [tmp_path / "store", tmp_path / "saved"]
+    ranks = [interpreters.Program(["-c", PARTIAL, rank, *arguments]) for rank in range(2)]
     try:
         assert [rank.wait(100) for rank in ranks] == [0, 0]
     finally:

@@ -6,8 +6,6 @@ import json
 import logging
 import re
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -15,15 +13,15 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_xla_ckpt as xc
+from support import interpreters
 from support.crash_points import NEW, NEXT, OLD, checkpoint_files, empty, loads, names, part, save, stock_save
 from support.fault_injection import Blow, Trap, read_notes
 from support.fork_server import ForkServer
 from support.killed_device_save import SPECS, on_devices
 from support.meshes import holds
-from support.paths import environment
 from torch_xla_ckpt.storage import files
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 FIRST = {
     *("makedirs folder", "open folder", "fsync folder", "close folder"),
@@ -55,15 +53,13 @@ def strike_everywhere(fork_server, folder, old, world, how):
     )
 
 
-@pytest.mark.parametrize(
-    "old, world", [*((old, world) for world in (1, 2) for old in ("nothing", "ours", "stock")), ("rank", 1)]
-)
+@pytest.mark.parametrize("old, world", [("nothing", 2), ("ours", 1), ("ours", 2), ("stock", 2), ("rank", 1)])
 def test_a_process_killed_at_any_operation_leaves_the_old_or_the_new_checkpoint(fork_server, tmp_path, old, world):
     """And the processes that were not killed do not hang, and the next save succeeds and leaves no garbage."""
     strike_everywhere(fork_server, tmp_path, old, world, "kill")
 
 
-@pytest.mark.parametrize("old, world", [("nothing", 1), ("ours", 1), ("stock", 1), ("rank", 1), ("ours", 2)])
+@pytest.mark.parametrize("old, world", [("nothing", 1), ("stock", 1), ("rank", 1), ("ours", 2)])
 def test_an_error_at_any_operation_is_raised_on_every_rank_and_leaves_the_old_checkpoint(
     fork_server, tmp_path, old, world
 ):
@@ -91,8 +87,7 @@ def test_a_program_killed_while_it_saves_from_devices_leaves_the_old_or_the_new_
     for state, blow in blows.items():
         (tmp_path / state).mkdir()
         arguments = [tmp_path / state, json.dumps(dataclasses.asdict(blow))]
-        command = [sys.executable, "-m", "support.killed_device_save", *arguments]
-        programs[state] = subprocess.Popen(command, env=environment())
+        programs[state] = interpreters.Program(["-m", "support.killed_device_save", *arguments], xla=True)
     try:
         assert [program.wait(timeout=100) for program in programs.values()] == [-signal.SIGKILL] * 2
     finally:

@@ -2,26 +2,22 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
-from support.paths import environment
+from support import interpreters
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork"),
     pytest.mark.filterwarnings("ignore"),
 ]
 
 
-ENVIRONMENT = environment(PYTHONWARNINGS="ignore", OMP_NUM_THREADS="1")
-
-
 def forked_at(stage, mode, folder):
-    command = [sys.executable, "-m", "support.forking_program", stage, mode, str(folder)]
-    program = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=280)
+    command = ["-m", "support.forking_program", stage, mode, folder]
+    program = interpreters.run(command, xla=mode == "device", timeout=280)
     assert program.returncode == 0, program.stderr[-5000:]
     said = json.loads(program.stdout.splitlines()[-1])
     assert not said["problems"], "\n".join(said["problems"]) + program.stderr[-5000:]

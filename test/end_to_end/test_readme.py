@@ -17,6 +17,8 @@ from support.paths import ROOT
 from support.s3 import Server
 from torch_xla_ckpt import testing
 
+pytestmark = pytest.mark.slow
+
 README = ROOT / "README.md"
 API = ROOT / "docs" / "api.md"
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))

@@ -3,6 +3,7 @@
 import shutil
 import tempfile
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 
 import torch_xla_ckpt as xc
 from support.meshes import holds, mesh, put, random_bits, same_bits
+
+pytestmark = pytest.mark.slow
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -41,7 +44,7 @@ def tensors(draw):
     return random_bits(shape, dtype, draw(st.integers(0, 99))), draw(placements(shape)), draw(placements(shape))
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(st.lists(tensors(), min_size=1, max_size=4))
 def test_no_element_is_lost_or_changed_from_any_mesh_to_any_mesh(cases):
     folder = tempfile.mkdtemp()

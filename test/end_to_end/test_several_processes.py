@@ -11,6 +11,8 @@ from support import hosts
 from support.meshes import holds, mesh, same_bits
 from support.scenarios import save_load
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

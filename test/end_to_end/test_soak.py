@@ -8,6 +8,8 @@ import pytest
 from support.s3 import Server
 from support.soak import Chain
 
+pytestmark = pytest.mark.slow
+
 RESTARTS, CHAINS = 16, 2  # scripts/soak makes as many as one has time for
 
 

@@ -44,7 +44,7 @@ TORCHES = ("this torch", "newer torch")
 on_every_torch = pytest.mark.parametrize("version", TORCHES)
 from_every_mesh = pytest.mark.parametrize("saved_from", MESHES)
 # torch_xla's planner has the signature of an older torch.
-pytestmark = pytest.mark.filterwarnings("ignore:The function definition for SavePlanner")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The function definition for SavePlanner")]
 
 
 def on_mesh(mesh: xs.Mesh, host: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:

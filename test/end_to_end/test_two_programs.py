@@ -1,7 +1,6 @@
 """Two programs at one path: whichever commits first wins, the other is told, and no checkpoint is lost."""
 
 import os
-import subprocess
 import sys
 import threading
 import uuid
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torch_xla_ckpt as xc
-from support.paths import environment
+from support import interpreters
 from support.s3 import Server, asks, broken_after
 from support.stepwise_saves import files_at, steps_of, value_at
 from torch_xla_ckpt.manager.deletion import StepDeletion
@@ -20,6 +19,8 @@ from torch_xla_ckpt.manager.steps import Steps
 from torch_xla_ckpt.storage import checkpoint_index, file_names, files, lease, leftover_files
 from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.location import Location
+
+pytestmark = pytest.mark.slow
 
 verify_module = sys.modules["torch_xla_ckpt.storage.verify"]
 
@@ -76,7 +77,7 @@ orders = st.lists(st.integers(1, 3), min_size=4, max_size=16)
 deaths = st.dictionaries(st.integers(1, 3), st.integers(0, 3), max_size=2)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(order=orders, dies=deaths, old=st.booleans())
 def test_whatever_the_order_the_last_commit_is_there_whole(tmp_path_factory, order, dies, old):
     for path in (str(tmp_path_factory.mktemp("run") / "c"), f"memory://two-programs/{uuid.uuid4().hex}"):
@@ -264,17 +265,7 @@ for line in sys.stdin:
 
 def test_two_programs_that_save_all_the_time_leave_a_whole_checkpoint(tmp_path):
     """Real processes, at full speed; every save is made or told to have lost, and the last one made is there."""
-    programs = [
-        subprocess.Popen(
-            [sys.executable, "-c", OTHER, str(tmp_path / "c")],
-            env=environment(PYTHONWARNINGS="ignore"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for _ in range(2)
-    ]
+    programs = [interpreters.Program(["-c", OTHER, tmp_path / "c"]) for _ in range(2)]
     numbers = range(1, 41)
     said = [None, None]
 

@@ -16,6 +16,8 @@ import torch_xla_ckpt as xc
 from support.runs import fill, newest, state
 from support.s3 import Answer, Server, asks, broken_before, count, cut_short, refused, slow_down
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def server():

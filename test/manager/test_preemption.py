@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -11,17 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torch_xla_ckpt as xc
+from support import interpreters
 from support.fork_server import ForkServer
-from support.paths import environment
 from support.runs import state
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork"),
     pytest.mark.filterwarnings("ignore"),
 ]
-
-ENVIRONMENT = environment(PYTHONWARNINGS="ignore", OMP_NUM_THREADS="1")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +31,7 @@ def fork_server(tmp_path_factory):
 VERBS = ["listen", "listen", "close", "drop", "replace", "put back"]
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(operations=st.lists(st.tuples(st.sampled_from(VERBS), st.integers(0, 5)), max_size=12))
 def test_listeners_closed_in_any_order_leave_sigterm_as_without_them(fork_server, operations):
     result, _ = fork_server.call("support.sigterm_handlers.chain", operations)
@@ -66,13 +63,8 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 @pytest.mark.parametrize("order", ["012", "210", "102", "012drop", "201drop"])
 def test_sigterm_ends_the_program_after_managers_were_closed_or_dropped_in_any_order(tmp_path, order):
-    program = subprocess.run(
-        [sys.executable, "-c", MANAGERS.replace("map(int, order)", "map(int, order[:3])"), order, str(tmp_path)],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    source = MANAGERS.replace("map(int, order)", "map(int, order[:3])")
+    program = interpreters.run(["-c", source, order, tmp_path])
     assert program.returncode == -signal.SIGTERM, program.stderr
 
 
@@ -90,8 +82,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 def test_sigterm_ends_the_program_after_a_manager_was_closed_in_another_thread(tmp_path):
     """Only the main thread can put a handler back. Until then ours must act like the handler before it."""
-    command = [sys.executable, "-c", CLOSED_ELSEWHERE, str(tmp_path)]
-    program = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    program = interpreters.run(["-c", CLOSED_ELSEWHERE, tmp_path])
     assert program.returncode == -signal.SIGTERM, program.stderr
 
 

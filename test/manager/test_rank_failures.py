@@ -16,6 +16,8 @@ from support.rank_processes import run
 from support.s3 import Server, refused
 from torch_xla_ckpt.coordination import Processes
 
+pytestmark = pytest.mark.slow
+
 SHORT = timedelta(seconds=2)
 LONG = timedelta(seconds=60)
 

@@ -4,6 +4,8 @@ import pytest
 
 from support import hosts
 
+pytestmark = pytest.mark.slow
+
 SCENARIOS = [
     "steps_and_decisions_agree",
     "a_damaged_step_is_skipped_by_all",

@@ -439,6 +439,7 @@ def expected(saved_tree, target):
     return outcomes
 
 
+@pytest.mark.slow
 @given(TREES, TREES)
 def test_any_target_gets_the_values_it_requests_and_the_report_is_right(tmp_path_factory, saved_tree, target):
     path = tmp_path_factory.mktemp("trees")

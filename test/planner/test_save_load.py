@@ -6,8 +6,6 @@ import enum
 import logging
 import pathlib
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -19,6 +17,7 @@ import torch_xla.distributed.spmd as xs
 from torch_xla import _XLAC
 
 import torch_xla_ckpt as xc
+from support import interpreters
 from support.meshes import holds, mesh, put, random_bits, same_bits, settle, spec_of
 
 
@@ -619,6 +618,7 @@ def test_truncated_file_is_a_checkpoint_error(tmp_path):
     assert holds(target["t"], torch.zeros(64, 64))
 
 
+@pytest.mark.slow
 def test_tensors_are_saved_and_loaded_without_spmd(tmp_path):
     """In a program that never calls use_spmd."""
     program = f"""if True:
@@ -629,4 +629,4 @@ def test_tensors_are_saved_and_loaded_without_spmd(tmp_path):
         xc.load(target, {str(tmp_path)!r})
         assert torch.equal(target["t"].cpu(), tensor.cpu()) and target["s"].item() == 2.0
     """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    interpreters.run(["-c", program], xla=True).check_returncode()

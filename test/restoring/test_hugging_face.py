@@ -6,6 +6,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 import torch_xla_ckpt as xc
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers")
 
 SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

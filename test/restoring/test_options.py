@@ -156,7 +156,7 @@ def test_path_beside_a_reader_of_another_path_is_refused(saved, tmp_path):
     path, _, _ = saved
     reader = xc.ShardReader(path)
     new, _ = on_meta()
-    with pytest.raises(ValueError, match="storage_reader= reads"):
+    with pytest.raises(ValueError, match="its storage reader has the path"):
         xc.restore(tmp_path, model=new, storage_reader=reader)
     xc.restore(path, model=new, storage_reader=reader)
     assert reader.stats.bytes_read

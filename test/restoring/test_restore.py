@@ -19,6 +19,8 @@ import torch_xla_ckpt as xc
 from support.meshes import holds, mesh, settle, spec_of
 from support.paths import environment
 
+pytestmark = pytest.mark.slow
+
 ON = mesh((4, 2))
 SPECS = {"*.weight": ("a", "b"), "*.bias": ("a",)}
 

@@ -160,6 +160,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_pickle_that_multiplies_its_data_is_refused(name):
     """Without a limit each of these pickles takes minutes or gigabytes, or overflows the stack."""

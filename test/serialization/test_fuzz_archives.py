@@ -3,7 +3,11 @@
 import subprocess
 import sys
 
+import pytest
+
 from support.paths import environment
+
+pytestmark = pytest.mark.slow
 
 
 def test_mutated_items_are_refused_or_load_as_harmless_types():

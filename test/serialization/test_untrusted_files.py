@@ -46,7 +46,7 @@ from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.location import Location
 
 METADATA = "torch.distributed.checkpoint.metadata"
-pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Detected pickle protocol")]
 REFUSED = (xc.UnsafeObjectError, xc.CorruptCheckpointError)
 
 

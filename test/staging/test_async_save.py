@@ -28,7 +28,7 @@ from torch_xla_ckpt.staging import Upload
 from torch_xla_ckpt.staging.capture import Capture
 from torch_xla_ckpt.staging.dcp_async import StagedState
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 MODES = ("device", "host")
 WAYS = ("xc", "dcp")
@@ -60,13 +60,13 @@ class Gate(xc.ShardWriter):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_each_of_fifty_saves_during_training_holds_the_state_of_its_step(tmp_path, mode):
+def test_each_of_thirty_saves_during_training_holds_the_state_of_its_step(tmp_path, mode):
     training, chance = Training(), random.Random(7)
     expected, handles = {}, {}
     compiled_after = []
     step = 0
     with xc.SPMDStager(mode, part_bytes=4096) as stager:
-        while len(handles) < 50:
+        while len(handles) < 30:
             training.step()
             step += 1
             if step > 4 and chance.random() < 0.5:  # the compiler has settled on the shardings by then
@@ -190,7 +190,7 @@ def test_a_dtype_that_torch_cannot_pickle_is_refused_by_key(tmp_path, mode):
                     xc.async_save({"layer": {"w": tensor}}, tmp_path, stager=stager)
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(st.lists(layouts(), min_size=1, max_size=3), st.integers(1, 200))
 def test_any_layout_is_copied_exactly_in_parts_of_any_size(cases, part_bytes):
     hosts, state = {}, {}

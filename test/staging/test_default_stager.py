@@ -1,15 +1,11 @@
 """``async_save`` without a stager: one stager for the process, which reports errors and is closed at the end."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 import torch_xla_ckpt as xc
-from support import hosts
+from support import hosts, interpreters
 from support.meshes import holds, mesh, put
-from support.paths import environment
 from torch_xla_ckpt.staging import default_stager
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -78,12 +74,13 @@ xc.async_save({"n": 3}, storage_writer=Slow(f"{folder}/end"))
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_has_a_stager_of_its_own_and_the_end_of_the_program_waits_for_saves(tmp_path):
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
+    done = interpreters.run(["-c", PROGRAM, tmp_path])
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert [value_of(tmp_path / name) for name in ("parent", "child", "end")] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_ranks_save_together_without_a_stager(tmp_path):
     hosts.run(2, "async_saves_without_a_stager", tmp_path)

@@ -1,20 +1,16 @@
 """Async saves of several ranks, and of processes that end during a save."""
 
 import signal
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 import torch_xla_ckpt as xc
-from support import hosts
-from support.paths import environment
+from support import hosts, interpreters
 from support.s3 import Server
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -103,13 +99,7 @@ if then == "term":
 
 
 def program(path, mode, way, then, *options):
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM), str(path), mode, way, then, *options],
-        env=environment(PYTHONWARNINGS="ignore"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return interpreters.Program(["-c", PROGRAM, path, mode, way, then, *options], xla=mode == "device")
 
 
 def first_save(path):

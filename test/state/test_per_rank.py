@@ -6,6 +6,8 @@ import torch
 import torch_xla_ckpt as xc
 from support import hosts
 
+pytestmark = pytest.mark.slow
+
 SCENARIOS = [
     "each_rank_gets_its_own",
     "each_rank_gets_its_own_after_an_async_save",

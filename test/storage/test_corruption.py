@@ -200,6 +200,7 @@ FLIPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("region", FLIPS)
 def test_verify_and_load_name_the_place_of_a_flipped_bit(files, region):
     chance = random.Random(region)
@@ -246,6 +247,7 @@ def cuts(size):
     return sorted({0, 1, 63, 64, size // 3, size // 2, size - 4096, size - 65, size - 64, size - 1} & set(range(size)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["data 0", "data 1", "manifest", ".metadata"])
 def test_a_truncated_file_is_reported_with_its_keys(copy, which):
     name = {"data 0": copy.data[0], "data 1": copy.data[1], "manifest": copy.manifest}.get(which, ".metadata")

@@ -121,6 +121,7 @@ def test_a_folder_with_a_link_to_itself_is_usable(tmp_path):
         assert manager.all_steps() == [1, 2]
 
 
+@pytest.mark.slow
 def test_four_ranks_save_into_one_bucket(tmp_path):
     with Server() as server, server.bucket("four-ranks") as bucket:
         url = "s3://four-ranks/run/c"

@@ -15,6 +15,8 @@ from support.dcp_storage import load, zeros
 from support.paths import environment
 from torch_xla_ckpt.storage import files
 
+pytestmark = pytest.mark.slow
+
 MEMORY = """
 import ctypes, gc, sys, threading, time
 import torch, torch_xla_ckpt as xc

@@ -19,6 +19,8 @@ from torch_xla_ckpt.protocols import Window
 from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.location import Location
 
+pytestmark = pytest.mark.slow
+
 ODD = "*?[]{}()!^$#%&;:@,=+~'\"|<>\\ -_.aé日\u202e"
 # A component of a path. Not "." or "..", which have a meaning of their own.
 components = st.text(ODD, min_size=1, max_size=8).filter(lambda text: text.strip(". ") != "")

@@ -32,7 +32,7 @@ from support.s3 import (
 )
 from torch_xla_ckpt.storage.lease import Holder
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 MIB = 1 << 20
 

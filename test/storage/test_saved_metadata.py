@@ -15,6 +15,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import torch_xla_ckpt as xc
 
+pytestmark = pytest.mark.slow
+
 STATE = {"a": torch.ones(1 << 20), "b": {"c": torch.ones(3), "n": 1}}
 LINE = r"<Metadata of 3 keys, 4 MiB, saved in \d+\.\d\d s>"
 

@@ -66,6 +66,7 @@ def tensors(draw):
     return random_bits(tuple(draw(small | small | around)), dtype, draw(st.integers(0, 99)))
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.lists(tensors(), min_size=1, max_size=4))
 def test_our_storage_and_stock_storage_exchange_every_bit_with_dcps_planners(hosts):

@@ -20,7 +20,7 @@ from torch_xla_ckpt.restoring.job import Job
 from torch_xla_ckpt.restoring.materialize import Sharding
 from torch_xla_ckpt.restoring.named import require_restorable
 from torch_xla_ckpt.serialization import AllowedType
-from torch_xla_ckpt.storage import Location, ShardReader
+from torch_xla_ckpt.storage import ShardReader, open_reader
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ def restore(
     if twice := sorted(named.keys() & (state or {}).keys()):
         raise TypeError(f"{', '.join(map(repr, twice))}: passed by name and in state=. Pass each key once")
     policy = Policy(missing, unexpected, dtype, rename, _patterns(only), _patterns(exclude), shape)
-    reader = _reader(path, storage_reader, storage_options, verify=verify, progress=progress)
+    reader = open_reader(path, storage_reader, storage_options, verify=verify, progress=progress)
     rest = {**(state or {}), **named}
     job = Job(
         model=model,
@@ -151,29 +151,6 @@ _WITH_TENSORS = (torch.nn.Module, torch.optim.Optimizer)
 
 def _patterns(patterns: str | Sequence[str]) -> tuple[str, ...]:
     return (patterns,) if isinstance(patterns, str) else tuple(patterns)
-
-
-def _reader(
-    path: str | os.PathLike[str] | None,
-    reader: ShardReader | None,
-    storage_options: Mapping[str, Any] | None,
-    *,
-    verify: bool,
-    progress: bool,
-) -> ShardReader:
-    """Return the caller's reader, or a new one for ``path``.
-
-    Raises:
-        ValueError: there is neither, or the reader has another path.
-    """
-    if reader is None:
-        return ShardReader(api.given(path), verify=verify, storage_options=storage_options, progress=progress)
-    if path is not None and Location.of(path, storage_options).identity != reader.location.identity:
-        raise ValueError(
-            f"path is {os.fspath(path)}, and storage_reader= reads {reader.location}. Nothing was changed. Pass one of "
-            "them"
-        )
-    return reader
 
 
 def _restarted(attempt: Callable[[], LoadReport]) -> LoadReport:

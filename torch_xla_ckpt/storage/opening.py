@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed.checkpoint as dcp
 
@@ -12,15 +12,17 @@ from torch_xla_ckpt.storage.location import Location, PathLike
 from torch_xla_ckpt.storage.reader import ShardReader
 from torch_xla_ckpt.storage.writer import ShardWriter
 
+_Reader = TypeVar("_Reader", bound=dcp.StorageReader)
+
 
 def open_reader(
     path: PathLike | None,
-    reader: dcp.StorageReader | None,
+    reader: _Reader | None,
     storage_options: Mapping[str, Any] | None,
     *,
     verify: bool,
     progress: bool,
-) -> dcp.StorageReader:
+) -> _Reader | ShardReader:
     """Return the storage reader of a call: the one that was passed, or a new ``ShardReader``.
 
     Args:
@@ -33,7 +35,7 @@ def open_reader(
         ValueError: there is no path; ``path`` is not the reader's path; or there are storage options beside a reader.
     """
     if reader is None:
-        return ShardReader(required_path(path), verify=verify, progress=progress, storage_options=storage_options)
+        return ShardReader(_required_path(path), verify=verify, progress=progress, storage_options=storage_options)
     _set_path(reader, path, storage_options, "reader")
     return reader
 
@@ -61,7 +63,7 @@ def open_writer(
     """
     if writer is None:
         return ShardWriter(
-            required_path(path),
+            _required_path(path),
             sync=sync,
             step=step,
             user_metadata=user_metadata,
@@ -80,7 +82,7 @@ def path_of(storage: dcp.StorageWriter | dcp.StorageReader) -> PathLike | Locati
     return path if isinstance(path, (str, os.PathLike)) and os.fspath(path) else None
 
 
-def required_path(path: PathLike | None) -> PathLike:
+def _required_path(path: PathLike | None) -> PathLike:
     """Return the path of a call.
 
     Raises:
