@@ -181,12 +181,14 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> LoadReport:
-    """Load a DCP checkpoint in place: ``dcp.load`` with ``SPMDLoadPlanner`` and ``ShardReader``.
+    """Load a checkpoint in place: ``dcp.load`` with ``SPMDLoadPlanner`` and ``ShardReader``.
+
+    The checkpoint is a DCP checkpoint of any writer, a safetensors file or folder, or a ``torch.save`` file.
 
     Args:
         state_dict: the target. Its tensors are overwritten in place and keep their sharding. Saved keys that it lacks
             are inserted.
-        path: the checkpoint's folder, a local path or an fsspec URL. Needed unless ``storage_reader`` has a path.
+        path: the checkpoint's folder or file, a local path or an fsspec URL. Needed unless ``storage_reader`` has a path.
         missing, unexpected, dtype, shape, rename, only, exclude, placement, allow_types, trust_pickle: the policy for
             differences between target and checkpoint; see ``SPMDLoadPlanner``.
         verify, progress: see ``ShardReader``, which has further options. Without effect if ``storage_reader`` is given.

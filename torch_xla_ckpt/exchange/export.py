@@ -54,6 +54,7 @@ def export(
     memory_budget: int = 256 << 20,
     verify: bool = True,
     progress: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> ExportReport:
     """Write a model as others read it: a Hugging Face folder of safetensors, or one ``torch.save`` file.
@@ -80,6 +81,7 @@ def export(
         memory_budget: host memory in bytes for data that is being written. One tensor may exceed it. Default: 256 MiB.
         verify: check the bytes that are read against the checkpoint's checksums. Default: True.
         progress: show a progress bar on a terminal while a checkpoint is read. Needs tqdm. Default: False.
+        storage_options: options of fsspec's filesystem for URLs, of the source and of ``path``. Default: none.
         process_group: a group whose backend gathers Python objects. Default: the default group, or none.
 
     Returns:
@@ -92,9 +94,10 @@ def export(
         CorruptCheckpointError: bytes of the checkpoint are not those that were saved.
         IncompleteCheckpointError: the source does not hold every element of a tensor exactly once.
         ConcurrentSaveError: another program has written to the path meanwhile.
+        ReplacedCheckpointError: another save replaced the checkpoint while it was read. Export again.
     """
     options = _Options(
-        location=Location.of(path),
+        location=Location.of(path, storage_options),
         key=key,
         format=format,
         max_shard_bytes=max_shard_bytes,
@@ -108,7 +111,9 @@ def export(
     processes = Processes(process_group)
     if isinstance(source, Mapping):
         return _StateExport(options, processes).run(source)
-    reader = ShardReader(source, verify=verify, memory_budget=memory_budget, progress=progress)
+    reader = ShardReader(
+        source, verify=verify, memory_budget=memory_budget, progress=progress, storage_options=storage_options
+    )
     return _CheckpointExport(options, processes).run(reader)
 
 

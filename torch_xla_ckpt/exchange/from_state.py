@@ -34,9 +34,8 @@ class ModelWriter(StorageWriter):
 
     Args:
         begin: called on the coordinator with shape and dtype of all tensors. Lays out the files and creates them.
-        open_files: opens the files for a rank, given what ``begin`` returned; None to write whole files to ``folder``.
+        write: called on every rank with what ``begin`` returned, the rank's plan, and the planner.
         commit: called on the coordinator when all ranks have written.
-        memory_budget: bytes of tensors that are in memory at the same time, unless one tensor is larger.
     """
 
     def __init__(
@@ -100,7 +99,8 @@ def write_boxes(files: LocalFiles, items: Sequence[WriteItem], planner: SavePlan
             together = list(group)
             boxes = [_box(item) for item in together]
             tensor = files.tensor(name)
-            cost = sum(box.volume for box in boxes) * tensor.saved.itemsize
+            copies = 1 if len(boxes) == 1 else 2  # the boxes, and what they are put together in
+            cost = copies * sum(box.volume for box in boxes) * tensor.saved.itemsize
             while running and used + cost > memory_budget:
                 done = wait(running, return_when=FIRST_COMPLETED).done
                 for future in done:

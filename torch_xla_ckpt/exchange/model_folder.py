@@ -9,6 +9,7 @@ put is atomic, and the same file comes last.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -85,6 +86,8 @@ class LocalTarget:
             for start, data in file.pieces:
                 out.seek(start)
                 out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
 
     def commit(self, layout: Layout, companions: Mapping[str, bytes]) -> None:
         """Make everything visible.
@@ -105,8 +108,8 @@ class LocalTarget:
                 os.rename(self.parts, self._target)
             else:
                 self._move([*companions, *weights, *([layout.last[0]] if layout.last else [])])
-        except (FileExistsError, FileNotFoundError, NotADirectoryError, OSError) as error:
-            if isinstance(error, (FileExistsError, FileNotFoundError)) or error.errno in _NOT_EMPTY:
+        except OSError as error:
+            if error.errno in _MEANWHILE:
                 raise ConcurrentSaveError(
                     f"another program has written to {self._target} during this export, or has removed its files. "
                     "Look at what is there, and export to another path"
@@ -157,6 +160,7 @@ class RemoteTarget:
     """
 
     def __init__(self, location: Location, *, is_file: bool):
+        self._is_file = is_file
         self.folder = open_folder(location.parent if is_file else location)
         self.folder.make()
 
@@ -168,14 +172,17 @@ class RemoteTarget:
             self.folder.put(*layout.last)
 
     def withdraw(self, layout: Layout, companions: Iterable[str]) -> None:
-        """Remove the files of a failed export."""
+        """Remove the files of a failed export. A single file is only put when it is whole, and may be an older one."""
+        if self._is_file:
+            return
         with suppress(Exception):  # an error here would hide the error of the export
             self.folder.remove(
                 [*([layout.last[0]] if layout.last else []), *(f.name for f in layout.files), *companions]
             )
 
 
-_NOT_EMPTY = (39, 66, 17)  # ENOTEMPTY of Linux and macOS, EEXIST
+# Errors of a rename if the target has appeared, or the part folder has gone.
+_MEANWHILE = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOENT)
 
 
 def _move_new(source: Path, target: Path) -> None:

@@ -94,7 +94,7 @@ def header_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> tupl
         nbytes = math.prod(shape) * dtype.itemsize
         entries[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [end, end + nbytes]}
         end += nbytes
-    raw = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+    raw = json.dumps(entries, separators=(",", ":")).encode("ascii")
     raw += b" " * (-len(raw) % _ALIGNMENT)
     first = _LENGTH + len(raw)
     return (

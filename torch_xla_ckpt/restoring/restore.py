@@ -66,7 +66,7 @@ def restore(
     another checkpoint if this one is damaged.
 
     Args:
-        path: folder or fsspec URL of the checkpoint; not needed with ``storage_reader``.
+        path: folder, file or fsspec URL of the checkpoint, in any format that ``load`` reads; not needed with ``storage_reader``.
         model: a module whose parameters are on the meta device, in host memory or on devices. They stay the same
             objects, so that an optimizer may hold them already.
         optimizer: the optimizer of the model's parameters. The checkpoint has its ``state_dict()``.

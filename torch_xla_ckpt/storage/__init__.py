@@ -17,7 +17,6 @@ from torch_xla_ckpt.storage.manifest import Manifest
 from torch_xla_ckpt.storage.opening import open_reader, open_writer, path_of, required_path
 from torch_xla_ckpt.storage.progress import OnProgress
 from torch_xla_ckpt.storage.read_plan import planned_bytes
-from torch_xla_ckpt.storage.opening import open_reader, open_writer, path_of
 from torch_xla_ckpt.storage.reader import ReadStats, ShardReader
 from torch_xla_ckpt.storage.stored import Stored, checksum
 from torch_xla_ckpt.storage.verify import VerifyReport, verify

@@ -1,0 +1,72 @@
+"""Exports by several processes: each writes what it holds, or its share of a checkpoint, and nothing twice."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import torch_xla_ckpt as xc
+from support import hosts, hugging_face, rank_processes
+from support.meshes import mesh, same_bits
+from support.scenarios import save_load
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_hosts_write_their_own_boxes_of_live_tensors(tmp_path, world):
+    hosts.run(world, "export_live", tmp_path)
+    folder = tmp_path / f"live{world}"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    found = {key: load_file(folder / name)[key] for key, name in index["weight_map"].items()}
+    assert found.keys() == save_load.host_tensors().keys()
+    assert all(same_bits(found[key], value) for key, value in save_load.host_tensors().items())
+
+
+def test_full_disk_of_one_host_is_an_error_on_all_and_leaves_nothing(tmp_path):
+    hosts.run(2, "export_fails_on_one_host", tmp_path)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_hosts_share_the_bytes_of_a_checkpoint(tmp_path, world):
+    xc.save(save_load.state(mesh((4, 2))), tmp_path / "by1")
+    hosts.run(world, "export_checkpoint_on_hosts", tmp_path)
+
+
+def test_models_trained_by_two_hosts_compute_the_same_logits_in_transformers_and_come_back(tmp_path):
+    hosts.run(2, "export_model", tmp_path)
+    for name in ("llama", "mixtral"):
+        expected = hugging_face.build(name)
+        expected.load_state_dict(torch.load(tmp_path / f"{name}.pt", weights_only=True))
+        opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).eval()
+        assert torch.equal(hugging_face.logits(opened), hugging_face.logits(expected))
+        opened.save_pretrained(tmp_path / f"{name}-again", max_shard_size="20KB")
+    hosts.run(2, "import_model", tmp_path)
+
+
+def share_bytes(rank, world, folder):
+    """Each rank writes its share of the bytes."""
+    state = {f"w{n}": torch.full((100,), float(n)) for n in range(8)}
+    if rank == 0:
+        xc.save(state, f"{folder}/checkpoint", no_dist=True)
+    torch.distributed.barrier()
+    report = xc.export(f"{folder}/checkpoint", f"{folder}/model")
+    assert set(report.tensors) == set(state)
+    own = [None] * world
+    torch.distributed.all_gather_object(own, report.bytes_written)
+    assert sum(own) == 3200 and max(own) <= 1700, own
+
+
+def error_of_one_rank(rank, world, folder):
+    path = f"{folder}/there" if rank == 0 else f"{folder}/missing"
+    if rank == 0:
+        xc.save({"w": torch.ones(3)}, path, no_dist=True)
+    with pytest.raises(xc.CheckpointError, match="there is no checkpoint in .*missing"):
+        xc.export(path, f"{folder}/model")
+
+
+@pytest.mark.parametrize("scenario", [share_bytes, error_of_one_rank])
+def test_ranks_without_devices(tmp_path, scenario):
+    rank_processes.run(scenario, tmp_path)
