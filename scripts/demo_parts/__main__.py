@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -93,6 +94,15 @@ def conclude(checks: Sequence[Check], seconds: float) -> int:
     return 0 if all(check.passed for check in checks) else 1
 
 
+def ask() -> None:
+    """Ask three questions about the run with the command line ``xc``, and print the answers."""
+    run = os.path.relpath(RUN)
+    for arguments in (["ls", run], ["ls", f"{run}/latest", "model.*"], ["verify", run]):
+        console.print(f"[bold]$ xc {' '.join(arguments)}[/]")
+        done = subprocess.run([sys.executable, "-m", "torch_xla_ckpt", *arguments], stdout=subprocess.PIPE, text=True)
+        console.print(done.stdout if done.returncode == 0 else f"xc failed with status {done.returncode}", markup=False)
+
+
 def prepare() -> int:
     """Lock the output folder and remove the files of a finished demo; return the lock's file descriptor."""
     OUTPUT.mkdir(exist_ok=True)
@@ -130,6 +140,7 @@ def main() -> int:
     (OUTPUT / "losses.json").write_text(json.dumps(losses, indent=1), encoding="utf-8")
     draw_losses(losses, SAVE_AT, TOLERANCE, OUTPUT / "loss.png")
     draw_boxes({run.mesh: run.layouts for run in runs}, OUTPUT / "boxes.png")
+    ask()
     FINISHED.touch()
     return conclude(check_all(full, resumed, opened, SAVE_AT, STEPS), time.perf_counter() - begun)
 

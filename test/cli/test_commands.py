@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 import torch_xla_ckpt as xc
 from support import kinds
 from support.command_line import call, start
-from support.paths import ROOT
+from support.paths import ROOT, TEST
 from support.s3 import Server, count
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -78,7 +78,7 @@ def test_ls_tells_who_saved_what_and_when(made):
     found = call("ls", path, "--json").json
     assert (found["step"], found["user_metadata"], found["writer"]) == (7, {"note": "x"}, "torch_xla_ckpt")
     assert found["software"]["torch"] == torch.__version__
-    assert "step 7" in call("ls", path).lines[0]
+    assert "step 7" in call("ls", path).lines[1]
 
 
 def test_ls_shows_the_saved_sharding(made):
@@ -88,7 +88,7 @@ def test_ls_shows_the_saved_sharding(made):
 
 def test_ls_filters_by_globs_and_sorts(made):
     found = call("ls", made / "ours", "model.layers.*.bias", "steps", "--all", "--sort", "bytes").lines
-    assert [line.split()[-1] for line in found[2:]] == ["steps", *(f"model.layers.{n}.bias" for n in range(3))]
+    assert [line.split()[-1] for line in found[3:]] == ["steps", *(f"model.layers.{n}.bias" for n in range(3))]
     refused = call("ls", made / "ours", "modle.*")
     assert refused.status == 2 and "'modle.*'" in refused.err
 
@@ -172,8 +172,25 @@ def test_a_run_where_a_checkpoint_is_needed_names_its_steps(made):
 def test_odd_paths(tmp_path, name):
     kinds.save_ours(tmp_path / name, {"w": torch.ones(2)})
     answer = call("ls", tmp_path / name)
-    assert answer.status == 0 and len(answer.lines) == 3
+    assert answer.status == 0 and len(answer.lines) == 4
     assert call("verify", tmp_path / name).status == 0
+
+
+GOLDEN = sorted(path for path in (TEST / "golden").iterdir() if path.is_dir())
+
+
+@pytest.mark.parametrize("golden", GOLDEN, ids=lambda path: path.name)
+def test_golden_files_answer_every_question(golden, tmp_path):
+    path = golden / "latest" if golden.name == "torch_xla-manager" else golden
+    found = call("ls", path, "--json")
+    assert found.status == 0, found.err
+    for one in found.json["keys"]:
+        assert call("show", path, one["key"]).status == 0
+    assert call("verify", golden).status == 0
+    assert call("explain", path, "--mesh", "a=2").status == 0
+    assert call("convert", path, tmp_path / "c").status == 0
+    assert call("diff", path, tmp_path / "c").status == 0
+    assert call("report", golden, "-o", tmp_path / "r.html").status == 0
 
 
 def test_links_and_read_only_folders(tmp_path):

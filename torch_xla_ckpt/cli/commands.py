@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, get_args
 
 import click
@@ -14,6 +15,7 @@ import torch_xla_ckpt
 from torch_xla_ckpt import inspecting
 from torch_xla_ckpt.cli.options import command, parse_keep
 from torch_xla_ckpt.cli.output import emit, progress_bar
+from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.inspecting import Contents, Sort, TensorView
 
 Options = Mapping[str, Any] | None
@@ -99,11 +101,20 @@ def show(
     if layout and not isinstance(found, TensorView):
         raise click.UsageError(f"{inspecting.shown(key)} is an object, which has no layout.")
     if output is not None and isinstance(found, TensorView):
-        from torch_xla_ckpt.cli.pictures import draw_layout  # matplotlib is optional
-
-        draw_layout(found.layout, output)
+        _pictures().draw_layout(found.layout, output)
     text = str(found.layout) if layout and isinstance(found, TensorView) else str(found)
     emit("show", found, text, as_json)
+
+
+def _pictures() -> ModuleType:
+    """Return the module that draws. Importing matplotlib takes a second, and few commands draw."""
+    try:
+        from torch_xla_ckpt.cli import pictures
+    except ModuleNotFoundError as error:
+        raise CheckpointError(
+            f"drawing needs {error.name}. Install it with: pip install 'torch_xla_ckpt[cli]'. Or leave out -o"
+        ) from error
+    return pictures
 
 
 @command(xc, "verify")
@@ -175,9 +186,7 @@ def explain(
     """
     found = inspecting.explain(path, mesh, specs, processes=processes, against=against, storage_options=storage_options)
     if output is not None:
-        from torch_xla_ckpt.cli.pictures import draw_plan  # matplotlib is optional
-
-        draw_plan(found, output)
+        _pictures().draw_plan(found, output)
     emit("explain", found, str(found), as_json)
 
 

@@ -50,6 +50,10 @@ class Contents:
     saved_by: str = ""
 
     def head(self) -> str:
+        """Return the path, and one line about the checkpoint as a whole."""
+        return f"{shown(self.path)}\n  {self.summary()}"
+
+    def summary(self) -> str:
         """Return one line about the checkpoint as a whole."""
         tensors = sum(one.dtype is not None for one in self.keys)
         facts = [
@@ -61,7 +65,7 @@ class Contents:
             *([f"step {self.step}"] if self.step is not None else []),
             *([self.time] if self.time else []),
         ]
-        return f"{shown(self.path)}: {shown(', '.join(facts))}"
+        return shown(", ".join(facts))
 
     def rows(self, *, every: bool = False, sort: Sort = "saved") -> list[Fold[ListedKey]]:
         """Return the lines of the table.
@@ -133,9 +137,13 @@ class RunContents:
         return sum(one.nbytes for one in self.steps)
 
     def head(self) -> str:
+        """Return the path, and one line about the run as a whole."""
+        return f"{shown(self.path)}\n  {self.summary()}"
+
+    def summary(self) -> str:
         """Return one line about the run as a whole."""
         whole = sum(one.kind == "committed" for one in self.steps)
-        return f"{shown(self.path)}: run of {plural(whole, 'step')}, {format_bytes(self.nbytes)}"
+        return f"run of {plural(whole, 'step')}, {format_bytes(self.nbytes)}"
 
     def table(self, now: datetime | None = None) -> str:
         """Return the table of steps.

@@ -47,12 +47,13 @@ class Conversion:
 
     def __str__(self) -> str:
         did = "would rewrite" if self.is_dry else "rewrote"
-        after = "" if self.is_dry else ". Every tensor is proven to be complete, and every byte was read back"
-        return (
-            f"{did} {shown(self.source)} as {shown(self.target)}: {plural(self.tensors, 'tensor')}, "
-            f"{plural(self.objects, 'object')}, {format_bytes(self.nbytes)}, {self.chunks_before:,} -> "
-            f"{plural(self.chunks_after, 'chunk')}{after}"
-        )
+        values = f"{plural(self.tensors, 'tensor')}, {plural(self.objects, 'object')}, {format_bytes(self.nbytes)}"
+        lines = [
+            f"{did} {shown(self.source)}",
+            f"  as {shown(self.target)}",
+            f"  {values}, {self.chunks_before:,} -> {plural(self.chunks_after, 'chunk')}",
+        ]
+        return "\n".join(lines if self.is_dry else [*lines, "  every tensor is complete, and every byte was read back"])
 
 
 def convert(

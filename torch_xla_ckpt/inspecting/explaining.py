@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -131,7 +132,7 @@ class Explanation:
                 (line.members[0].change, line.members[0].saved, line.members[0].target, line.name) for line in changed
             ]
             lines.append(table(("", "saved", "target", "key"), cells))
-        lines += [f"note: {shown(warning)}" for warning in self.warnings]
+        lines += [textwrap.fill(f"note: {shown(one)}", 80, subsequent_indent="  ") for one in self.warnings]
         return "\n".join(lines)
 
 

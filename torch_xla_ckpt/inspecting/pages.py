@@ -61,7 +61,7 @@ def page(report: Report) -> str:
 def _contents(report: Report, contents: Contents) -> Iterator[str]:
     if report.run is not None:
         yield f"<h2>Newest whole step: {_text(contents.path)}</h2>"
-    yield f"<p>{_text(contents.head().partition(': ')[2])}</p>"
+    yield f"<p>{_text(contents.summary())}</p>"
     yield from _suspicious(report)
     yield "<h2>Sizes by module</h2>"
     yield _treemap(contents)
@@ -176,7 +176,7 @@ def _box(shape: Sequence[int], dims: Sequence[int], box: Box, who: str, number: 
 
 
 def _run(run: RunContents) -> Iterator[str]:
-    yield f"<p>{_text(run.head().partition(': ')[2])}</p>"
+    yield f"<p>{_text(run.summary())}</p>"
     whole = [one for one in run.steps if one.kind == "committed"]
     charts = []
     for name in dict.fromkeys(name for one in whole for name in one.saved.metrics):

@@ -17,6 +17,7 @@ from torch_xla_ckpt.inspecting.layouts import Layout, layout_of
 from torch_xla_ckpt.inspecting.opening import Checkpoint, open_path
 from torch_xla_ckpt.inspecting.reading import Values
 from torch_xla_ckpt.inspecting.statistics import Collector, Statistics
+from torch_xla_ckpt.inspecting.text import shown
 from torch_xla_ckpt.layout import Box
 from torch_xla_ckpt.manager import RunFolder
 from torch_xla_ckpt.storage import ListedKey, PathLike
@@ -80,7 +81,7 @@ class Report:
     def __str__(self) -> str:
         lines = [] if self.run is None else [self.run.head()]
         lines += [] if self.contents is None else [self.contents.head()]
-        lines += [f"  {one.key}: {', '.join(one.suspicions)}" for one in self.suspicious]
+        lines += [f"  {shown(one.key)}: {', '.join(one.suspicions)}" for one in self.suspicious]
         return "\n".join(lines)
 
 

@@ -1,0 +1,114 @@
+"""The commands of ``xc`` on large checkpoints: seconds beyond ``import torch``, bytes read, and peak memory.
+
+Each command runs in a process of its own, after one run that is not counted. The checkpoints are made first, in a
+temporary folder: 100,000 keys, 1,000,000 chunks, and 1 GiB in 64 tensors, whole and in rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import torch_xla_ckpt as xc
+from torch_xla_ckpt import inspecting
+
+KEYS, CHUNKS = 100_000, 1_000_000
+TENSORS, ROWS, COLUMNS = 64, 1024, 4096  # 1 GiB of float32
+
+
+def make_keys(path: Path, count: int) -> None:
+    xc.save({f"layers.{n // 100}.block{n % 100}.weight": torch.zeros(4) for n in range(count)}, path, sync=False)
+
+
+def make_chunks(path: Path, count: int) -> None:
+    """Make a checkpoint with many chunks of few tensors: a million devices would be needed to save it as usual."""
+    side = 1 << math.ceil(math.log2(count / 10) / 2)
+    whole = {f"t{n}": torch.zeros(side, side, dtype=torch.uint8) for n in range(10)}
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        xc.save(whole, f"{folder}/whole", sync=False)
+        axes = f"a={side},b={min(side, count // 10 // side)}"
+        inspecting.convert(f"{folder}/whole", path, mesh=axes, specs=["*=a,b"])
+
+
+def make_gigabyte(path: Path) -> None:
+    torch.manual_seed(0)
+    xc.save({f"layers.{n}.weight": torch.randn(ROWS, COLUMNS) for n in range(TENSORS)}, path, sync=False)
+
+
+def measured(command: Sequence[str], repeat: int) -> tuple[float, int, str]:
+    """Return the median seconds and the peak memory in MiB of a command, and what it printed."""
+    times, peak, out = [], 0, ""
+    for number in range(repeat + 1):
+        begun = time.perf_counter()
+        child = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True)
+        out, _ = child.communicate()
+        if number:
+            times.append(time.perf_counter() - begun)
+        if child.returncode not in (0, 1):
+            raise SystemExit(f"{' '.join(command)} failed")
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10
+    return statistics.median(times), peak, out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--folder", help="where the checkpoints are made and kept; default: a temporary folder")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(args.folder or temporary)
+        folder.mkdir(exist_ok=True)
+        run(folder, args.repeat)
+
+
+def run(folder: Path, repeat: int) -> None:
+    keys, chunks, whole, copy, rows = (folder / name for name in ("keys", "chunks", "whole", "copy", "rows"))
+    if not keys.exists():
+        make_keys(keys, KEYS)
+    if not chunks.exists():
+        make_chunks(chunks, CHUNKS)
+    if not whole.exists():
+        make_gigabyte(whole)
+        make_gigabyte(copy)
+        inspecting.convert(whole, rows, mesh="a=8", specs=["*=a"])
+    base, _, _ = measured(["-c", "import torch"], repeat)
+    table = Table("command", "s beyond import torch", "peak MiB so far", "bytes read", title="xc on large checkpoints")
+    table.add_row("import torch", f"{base:.2f} s in all", "", "")
+    for name, arguments in (
+        (f"ls of {KEYS:,} keys", ["ls", str(keys)]),
+        ("show of a slice of 1 GiB", ["show", str(whole), "layers.3.weight[5, :8]", "--json"]),
+        ("diff of 1 GiB, equal chunks", ["diff", str(whole), str(copy), "--json"]),
+        ("verify of 1 GiB", ["verify", str(whole)]),
+        ("diff of 1 GiB, other chunks", ["diff", str(whole), str(rows), "--json"]),
+        (f"ls of {chunks_of(chunks):,} chunks", ["ls", str(chunks)]),
+    ):
+        seconds, peak, out = measured(["-m", "torch_xla_ckpt", *arguments], repeat)
+        read = f"{json.loads(out)['bytes_read']:,}" if "--json" in arguments else ""
+        table.add_row(name, f"{seconds - base:.2f}", f"{peak:,}", read)
+    Console(width=100).print(table)
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, {repeat} runs each")
+
+
+def chunks_of(path: Path) -> int:
+    """Return the number of chunks of a checkpoint."""
+    found = inspecting.inspect(path)
+    assert isinstance(found, inspecting.Contents)
+    return sum(one.chunks for one in found.keys)
+
+
+if __name__ == "__main__":
+    main()
