@@ -1,5 +1,6 @@
 """Eight virtual CPU devices, set up before torch_xla is imported, and settings for property tests."""
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from support import devices
@@ -17,3 +18,9 @@ def pytest_sessionstart() -> None:
 
     xr.use_spmd()
     xr.global_runtime_device_count()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files of slow tests: several files run at a time, and the last ones to end should be quick."""
+    quick = {item.path for item in items if item.get_closest_marker("slow") is None}
+    items.sort(key=lambda item: item.path in quick)

@@ -53,15 +53,13 @@ def strike_everywhere(fork_server, folder, old, world, how):
     )
 
 
-@pytest.mark.parametrize(
-    "old, world", [*((old, world) for world in (1, 2) for old in ("nothing", "ours", "stock")), ("rank", 1)]
-)
+@pytest.mark.parametrize("old, world", [("nothing", 2), ("ours", 1), ("ours", 2), ("stock", 2), ("rank", 1)])
 def test_a_process_killed_at_any_operation_leaves_the_old_or_the_new_checkpoint(fork_server, tmp_path, old, world):
     """And the processes that were not killed do not hang, and the next save succeeds and leaves no garbage."""
     strike_everywhere(fork_server, tmp_path, old, world, "kill")
 
 
-@pytest.mark.parametrize("old, world", [("nothing", 1), ("ours", 1), ("stock", 1), ("rank", 1), ("ours", 2)])
+@pytest.mark.parametrize("old, world", [("nothing", 1), ("stock", 1), ("rank", 1), ("ours", 2)])
 def test_an_error_at_any_operation_is_raised_on_every_rank_and_leaves_the_old_checkpoint(
     fork_server, tmp_path, old, world
 ):

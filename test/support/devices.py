@@ -1,8 +1,14 @@
-"""Eight virtual CPU devices, as environment variables that torch_xla reads when it is imported."""
+"""Eight virtual CPU devices, as environment variables that torch and torch_xla read when they are imported."""
 
 import os
 
-VARIABLES = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "TF_CPP_MIN_LOG_LEVEL": "3"}
+VARIABLES = {
+    "PJRT_DEVICE": "CPU",
+    "CPU_NUM_DEVICES": "8",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    # Several tests run at a time. OpenMP's threads would wait for work in loops that take the other tests' processors.
+    "OMP_NUM_THREADS": "1",
+}
 
 
 def set_up() -> None:

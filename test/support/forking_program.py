@@ -4,6 +4,7 @@ It prints what went wrong as JSON.
 """
 
 import faulthandler
+import functools
 import gc
 import json
 import logging
@@ -190,7 +191,8 @@ def data_loader(folder):
         assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-FORKS = (left_by_os_exit, process, terminated, pool, data_loader)
+FORKS = (left_by_os_exit, process, terminated)
+MORE_FORKS = (pool, data_loader, spawned, forkserver)
 
 
 # When children are made
@@ -245,16 +247,15 @@ def saved_in_background(stage, mode, path, make):
     options = {} if access is None else {"access": lambda tensor: access}
     gate = Gate(path, stages.get(stage.removesuffix(", in its thread"), "write"))
     if stage.endswith(", in its thread"):
-        gate._act = make
+        gate._act = functools.partial(make, pool, data_loader)
     PARENT.stager = xc.SPMDStager(mode, **options)
     with PARENT.stager:
         if stage == "before":
-            make(left_by_sys_exit, spawned, forkserver)
+            make(left_by_sys_exit, *MORE_FORKS)
         PARENT.handle = xc.async_save(started, storage_writer=gate, stager=PARENT.stager)
         if stage in stages:
             assert gate.reached.wait(PATIENCE)
-            more = (spawned, forkserver) if stage == "writing" else ()
-            make(left_by_sys_exit, *more)
+            make(left_by_sys_exit, *(MORE_FORKS if stage == "writing" else ()))
         if stage == "waiting for a slot":
             waiting = When("waits for a free slot", make)
             second = threading.Thread(target=lambda: (waiting.reached.wait(), make(), gate.opened.set()))
