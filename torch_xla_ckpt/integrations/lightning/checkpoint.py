@@ -107,10 +107,11 @@ def read_rest(data: bytes, source: str, *, trust_pickle: bool) -> Rest:
         CorruptCheckpointError: the bytes hold something else.
     """
     stored = read_pickle(data, source, trust_pickle=trust_pickle)
-    kinds = {"values": dict, "optimizers": (int, type(None)), "places": dict}
-    if not isinstance(stored, dict) or not all(isinstance(stored.get(key), kind) for key, kind in kinds.items()):
-        raise CorruptCheckpointError(f"{source}: the object {REST!r} is not what SPMDStrategy saves. {_DAMAGED}")
-    return Rest(stored["values"], stored["optimizers"], stored["places"])
+    match stored:
+        case {"values": dict(values), "optimizers": int() | None as optimizers, "places": dict(places)}:
+            return Rest(values, optimizers, places)
+        case _:
+            raise CorruptCheckpointError(f"{source}: the object {REST!r} is not what SPMDStrategy saves. {_DAMAGED}")
 
 
 def read_pickle(data: bytes, source: str, *, trust_pickle: bool) -> Any:
