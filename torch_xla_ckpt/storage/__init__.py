@@ -14,7 +14,7 @@ from torch_xla_ckpt.storage.limits import default_threads
 from torch_xla_ckpt.storage.listing import ListedKey, Listing, listing_of, read_listing
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, path_mismatch
 from torch_xla_ckpt.storage.manifest import Manifest
-from torch_xla_ckpt.storage.opening import open_reader, open_writer, path_of, required_path
+from torch_xla_ckpt.storage.opening import open_reader, open_writer, path_of
 from torch_xla_ckpt.storage.progress import OnProgress
 from torch_xla_ckpt.storage.read_plan import planned_bytes
 from torch_xla_ckpt.storage.reader import ReadStats, ShardReader
@@ -51,7 +51,6 @@ __all__ = [
     "planned_bytes",
     "read_index",
     "read_listing",
-    "required_path",
     "verify",
     "written_by",
 ]
