@@ -17,7 +17,6 @@ from torch_xla_ckpt.integrations.lightning.checkpoint import (
     TENSORS,
     Rest,
     optimizer_key,
-    parent_of,
 )
 from torch_xla_ckpt.integrations.lightning.reading import SavedFolder
 from torch_xla_ckpt.integrations.lightning.windows import SavedTensor, read_in_order, read_structure
@@ -132,20 +131,21 @@ def _opened(target: Location) -> Iterator[IO[bytes]]:
     if target.filesystem is None:
         if os.path.isdir(target.path):
             raise CheckpointError(f"{target} is a folder. Nothing was written. Choose a name for the file")
-        os.makedirs(parent_of(target).path, exist_ok=True)
-        temporary = os.path.join(parent_of(target).path, f".{target.name}.{secrets.token_hex(4)}.tmp")
+        os.makedirs(target.parent.path, exist_ok=True)
+        temporary = os.path.join(target.parent.path, f".{target.name}.{secrets.token_hex(4)}.tmp")
         try:
             with open(temporary, "wb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, target.path)
+            open_folder(target.parent).flush()
         except BaseException:
             if os.path.exists(temporary):
                 os.unlink(temporary)
             raise
         return
-    folder = open_folder(parent_of(target))
+    folder = open_folder(target.parent)
     folder.make()
     sink = folder.create(target.name)
     try:

@@ -28,10 +28,18 @@ class ResumableLoader:
         loader: the loader.
         is_epoch_over: returns whether the last batch that was handed out ended the epoch.
         unused: returns the number of batches that were handed out and not yet trained on.
+        begin: called when an epoch begins.
     """
 
-    def __init__(self, loader: Iterable[Any], is_epoch_over: Callable[[], bool], unused: Callable[[], int]):
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        is_epoch_over: Callable[[], bool],
+        unused: Callable[[], int],
+        begin: Callable[[], None],
+    ):
         self._loader = loader
+        self._begin = begin
         self._is_epoch_over = is_epoch_over
         self._unused = unused
         self._count = 0
@@ -84,6 +92,7 @@ class ResumableLoader:
             )
 
     def _epoch(self) -> Iterator[Any]:
+        self._begin()
         resume, self._resume = self._resume, None
         if resume is None or resume["start"] is None:
             self._count, self._start = 0, self._generators()
