@@ -11,20 +11,23 @@ from support import lightning_programs
 from support.lightning_modules import loader, losses, module, trainer
 from support.programs import Program, wait_for_all
 from torch_xla_ckpt import CheckpointError
+from torch_xla_ckpt.integrations.lightning import SPMDStrategy
 
 pytestmark = pytest.mark.slow
 
 
-def killed(tmp_path, save_last, state_dict_type, number, step):
-    """Run a program that is killed in the save with a number; return its last output."""
-    arguments = (str(tmp_path), save_last, state_dict_type, number, step)
+def killed(tmp_path, save_last, state_dict_type, number, step, ready="."):
+    """Run a program that is killed in the save with a number; see ``lightning_programs.KilledInCommit``."""
+    arguments = (str(tmp_path), save_last, state_dict_type, number, step, ready)
     program = Program(lightning_programs.killed, arguments, tmp_path / "output.txt")
     assert program.wait(120) == -signal.SIGKILL, (tmp_path / "output.txt").read_text()
 
 
-def resumed(tmp_path, save_last, path, model):
+def resumed(tmp_path, save_last, state_dict_type):
+    model = module()
     checkpoints = ModelCheckpoint(tmp_path / "ck", every_n_train_steps=2, save_last=save_last, filename="{step}")
-    trainer(tmp_path, callbacks=[checkpoints]).fit(model, loader(shuffle=True), ckpt_path=path)
+    one = trainer(tmp_path, callbacks=[checkpoints], strategy=SPMDStrategy(state_dict_type=state_dict_type))
+    one.fit(model, loader(shuffle=True), ckpt_path="last")
     return losses(model)
 
 
@@ -40,8 +43,8 @@ def expected(tmp_path_factory):
 @pytest.mark.parametrize(
     ("save_last", "number", "step", "left"),
     [
-        (True, 2, 4, 8),  # the first "last.ckpt", so that there is none
-        (True, 4, 6, 6),  # the second one: the first stays until the second is committed
+        (True, 2, 3, 8),  # the first "last.ckpt", so that there is none
+        (True, 4, 5, 6),  # the second one: the first stays until the second is committed
         ("link", 1, 3, 8),  # the link would lead to a checkpoint that is not whole
         ("link", 2, 5, 6),  # the link leads to the checkpoint before
     ],
@@ -49,8 +52,8 @@ def expected(tmp_path_factory):
 def test_a_program_that_is_killed_in_a_save_goes_on_from_the_last_whole_checkpoint(
     save_last, number, step, left, state_dict_type, expected, tmp_path
 ):
-    killed(tmp_path, save_last, state_dict_type, number, step)
-    assert torch.equal(resumed(tmp_path, save_last, "last", module()), expected[-left:])
+    killed(tmp_path, save_last, state_dict_type, number, step, "ck/last.ckpt" if left < 8 else ".")
+    assert torch.equal(resumed(tmp_path, save_last, state_dict_type), expected[-left:])
 
 
 @pytest.mark.parametrize("state_dict_type", ["sharded", "full"])
@@ -62,7 +65,7 @@ def test_slurms_restart_finds_the_last_whole_checkpoint(state_dict_type, expecte
 
 
 def test_25_the_error_for_a_half_written_checkpoint_names_whole_ones_beside_it(tmp_path):
-    killed(tmp_path, False, "sharded", 2, 5)
+    killed(tmp_path, False, "sharded", 2, 5, "ck/step=2.ckpt/.metadata")
     assert sorted(os.listdir(tmp_path / "ck")) == ["step=2.ckpt", "step=4.ckpt"]  # the first one was kept
     with pytest.raises(CheckpointError, match=r"never committed.*beside it: step=2\.ckpt"):
         trainer(tmp_path).fit(module(), loader(), ckpt_path=tmp_path / "ck" / "step=4.ckpt")

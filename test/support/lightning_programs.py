@@ -4,6 +4,7 @@ import functools
 import os
 import signal
 import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -25,9 +26,10 @@ class KilledInCommit(Callback):
     Args:
         number: the number of the save, from 1.
         step: the step that training must have reached; None if the save is not in the background.
+        ready: a path that must be there.
     """
 
-    def __init__(self, number, step):
+    def __init__(self, number, step, ready):
         self.step = step
         self.reached = threading.Event()
         self.saves = 0
@@ -37,6 +39,8 @@ class KilledInCommit(Callback):
             self.saves += 1
             if self.saves == number:
                 assert step is None or self.reached.wait(60)
+                while not ready.exists():
+                    time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
             return finish(*args, **options)
 
@@ -55,11 +59,12 @@ class Requeued(Callback):
             one.save_checkpoint(one._checkpoint_connector.hpc_save_path(one.default_root_dir))
 
 
-def killed(folder, save_last, state_dict_type, number, step):
+def killed(folder, save_last, state_dict_type, number, step, ready):
     """Train eight steps with a save after each second step, and be killed in one of the saves.
 
     Args:
         save_last: an option of ``ModelCheckpoint``, or "hpc" for SLURM's saves.
+        number, step, ready: see ``KilledInCommit``.
     """
     devices.set_up()
     if save_last == "hpc":
@@ -71,7 +76,7 @@ def killed(folder, save_last, state_dict_type, number, step):
             )
         ]
     strategy = SPMDStrategy(state_dict_type=state_dict_type)
-    calls.append(KilledInCommit(number, step))
+    calls.append(KilledInCommit(number, step, Path(folder) / ready))
     trainer(folder, strategy=strategy, callbacks=calls).fit(module(), loader(shuffle=True))
 
 
@@ -99,6 +104,6 @@ def host(rank, world, rendezvous, folder, state_dict_type):
     again = run(5, "run", ckpt_path="last")
     assert losses(begun).tolist() + losses(again).tolist() == losses(whole).tolist()
     assert same(on_host(again), on_host(whole))
-    assert sorted(os.listdir(Path(folder) / "run")) == ["last.ckpt", "step=16.ckpt", "step=6.ckpt"]
+    assert sorted(os.listdir(Path(folder) / "run")) == ["last.ckpt", "step=16.ckpt"]
     dist.barrier()
     dist.destroy_process_group()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
 from contextlib import suppress
 
 from torch_xla_ckpt.storage import Location
@@ -19,42 +18,33 @@ class Links:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._whole: dict[str, str] = {}  # what each link led to when a save began, or was released to since
+        self._whole: dict[str, str] = {}  # what each link led to when a save began, or leads to since one ended
         self._awaited: list[tuple[str, str]] = []  # a link, and what it is to lead to when that is committed
         self._pending: set[str] = set()  # paths of checkpoints that are being written
 
     def begin(self, where: Location) -> None:
-        """Note where the links of a folder lead, before a save to that folder."""
-        if not where.is_local:
-            return
-        folder = where.parent.path
-        with self._lock:
-            awaited = {link for link, _ in self._awaited}
-            self._whole |= {link: to for link, to in _links_in(folder).items() if link not in awaited}
+        """Note where the links of a folder lead, when a save to that folder has begun."""
+        if where.is_local:
+            self._whole |= _links_in(where.parent.path)
             self._pending.add(os.path.realpath(where.path))
 
     def hold(self) -> None:
         """Let links that lead to checkpoints that are being written lead to the checkpoints before."""
-        with self._lock:
-            for folder in {os.path.dirname(path) for path in self._pending}:
-                for link, to in _links_in(folder).items():
-                    if os.path.realpath(link) in self._pending:
-                        self._awaited.append((link, to))
-                        _point(link, self._whole.get(link))
+        for folder in {os.path.dirname(path) for path in self._pending}:
+            for link, to in _links_in(folder).items():
+                if os.path.realpath(link) in self._pending:
+                    self._awaited.append((link, to))
+                    _point(link, self._whole.get(link))
 
     def end(self, where: Location, *, is_whole: bool) -> None:
         """Let the links that were held lead to a checkpoint, if it is whole."""
-        if not where.is_local:
-            return
         path = os.path.realpath(where.path)
-        with self._lock:
-            self._pending.discard(path)
-            for entry in [one for one in self._awaited if _target(*one) == path]:
-                self._awaited.remove(entry)
-                if is_whole:
-                    _point(*entry)
-                    self._whole[entry[0]] = entry[1]
+        self._pending.discard(path)
+        for entry in [one for one in self._awaited if _target(*one) == path]:
+            self._awaited.remove(entry)
+            if is_whole:
+                _point(*entry)
+                self._whole[entry[0]] = entry[1]
 
 
 def _links_in(folder: str) -> dict[str, str]:

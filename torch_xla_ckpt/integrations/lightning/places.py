@@ -40,10 +40,11 @@ def prepare(where: Location, *, full: bool) -> bool:
             f'{where} is a folder, and state_dict_type="full" saves a file. Nothing was saved. Remove the folder, or '
             "choose another path"
         )
-    if full or (where.is_local and where.name.startswith(_RESUMED_BY_NAME) and not os.path.lexists(where.path)):
-        return True
-    open_folder(where).make()  # ModelCheckpoint asks which names are taken
-    return False
+    is_new = where.is_local and not os.path.lexists(where.path)
+    is_named_later = full or (is_new and where.name.startswith(_RESUMED_BY_NAME))
+    # ModelCheckpoint asks which names are taken, and makes links in the folder above.
+    open_folder(unfinished(where) if is_named_later else where).make()
+    return is_named_later
 
 
 def unfinished(where: Location) -> Location:

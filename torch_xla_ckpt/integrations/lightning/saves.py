@@ -1,7 +1,7 @@
 """Saves and removals of a training run, in the order in which Lightning asked for them.
 
-With ``background``, a thread waits for the commit of each save and carries out what Lightning wants afterwards. So a
-checkpoint is removed only after the saves that Lightning made before are committed.
+With ``background``, a thread waits for the commit of each save. A checkpoint is removed only after the saves that
+Lightning made before are committed.
 """
 
 from __future__ import annotations
@@ -28,21 +28,28 @@ _PENDING = 2
 """Saves that may be under way: ``ModelCheckpoint`` saves twice in a row with ``save_last=True``."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Job:
     """A save or a removal.
 
     Args:
         where: the checkpoint.
-        folder: the folder to which the save writes.
-        is_save: whether the job is a save.
-        future: resolves when the job is done.
+        folder: the folder to which the save writes; None for a removal.
+        work: what a thread does: it waits for the commit, or removes files.
+        future: resolves when the work is done; None until a removal has its turn.
+        has_failed: whether the work has failed.
     """
 
     where: Location
-    folder: Location
-    is_save: bool
-    future: Future[None]
+    folder: Location | None
+    work: Callable[[], None]
+    future: Future[None] | None = None
+    has_failed: bool = False
+
+    @property
+    def is_save(self) -> bool:
+        """Whether the job is a save."""
+        return self.folder is not None
 
 
 class Saves:
@@ -58,7 +65,6 @@ class Saves:
         self._thread: ThreadPoolExecutor | None = None
         self._jobs: list[_Job] = []
         self._links = Links()
-        self._last_save_failed = False
 
     def save(self, checkpoint: dict[str, Any], where: Location, *, background: bool) -> None:
         """Save a checkpoint dict of Lightning.
@@ -73,7 +79,7 @@ class Saves:
         """
         self.raise_failed()
         self._cancel_removal(where)
-        if any(job.folder.url == unfinished(where).url for job in self._jobs):
+        if any(job.folder == unfinished(where) for job in self._jobs):
             self.wait()  # two saves must not write to one folder
         state = state_of(checkpoint)
         # The random generators and paths of processes differ; those of the first process are saved.
@@ -89,19 +95,15 @@ class Saves:
         if self._stager is None:
             self._stager = SPMDStager(max_pending=_PENDING)
         handle = api.async_save(state, storage_writer=writer, stager=self._stager)
-        self._links.begin(where)
         rest = state[REST]
 
         def finish() -> None:
-            self._last_save_failed = True
-            try:
-                handle.result()
-                self._finish(where, folder, rest)
-                self._last_save_failed = False
-            finally:
-                self._links.end(where, is_whole=not self._last_save_failed)
+            handle.result()
+            self._finish(where, folder, rest)
 
-        self._submit(where, folder, finish, is_save=True)
+        if Processes(None).rank == 0:
+            self._links.begin(where)
+        self._jobs.append(_Job(where, folder, finish, self._in_thread(finish)))
 
     def hold_links(self) -> None:
         """Let links to checkpoints that are being written lead to the checkpoints before, until the saves are done."""
@@ -109,19 +111,17 @@ class Saves:
             self._links.hold()
 
     def remove(self, where: Location) -> None:
-        """Remove a checkpoint, after the saves that were asked for before."""
+        """Remove a checkpoint, after the saves that were asked for before. It stays if the last of them fails."""
+        successor = next((job for job in reversed(self._jobs) if job.is_save), None)
 
-        def finish() -> None:
-            if self._last_save_failed:
+        def work() -> None:
+            if successor is not None and successor.has_failed:
                 logger.warning("%s is kept, because the save that was to replace it failed", where)
             elif Processes(None).rank == 0:
                 remove(where)
 
-        if self._jobs:
-            self._submit(where, where, finish, is_save=False)
-        else:
-            self._last_save_failed = False
-            finish()
+        self._jobs.append(_Job(where, None, work))
+        self._advance(wait=successor is None)
 
     def raise_failed(self) -> None:
         """Raise the error of a save or a removal that has ended.
@@ -129,8 +129,7 @@ class Saves:
         Raises:
             CheckpointError: it failed.
         """
-        while self._jobs and self._jobs[0].future.done():
-            self._end(self._jobs.pop(0))
+        self._advance(wait=False)
 
     def wait(self) -> None:
         """Wait until everything is committed and removed.
@@ -141,7 +140,7 @@ class Saves:
         errors: list[CheckpointError] = []
         while self._jobs:
             try:
-                self._end(self._jobs.pop(0))
+                self._advance(wait=True)
             except CheckpointError as error:
                 errors.append(error)
         if errors:
@@ -167,24 +166,43 @@ class Saves:
             if stager is not None:
                 stager.close()
 
-    def _submit(self, where: Location, folder: Location, work: Callable[[], None], *, is_save: bool) -> None:
+    def _in_thread(self, work: Callable[[], None]) -> Future[None]:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch_xla_ckpt_lightning")
-        self._jobs.append(_Job(where, folder, is_save, self._thread.submit(work)))
+        return self._thread.submit(work)
 
-    def _end(self, job: _Job) -> None:
-        try:
-            job.future.result()
-        except CheckpointError:
-            raise
-        except Exception as error:
-            doing = "save to" if job.is_save else "remove"
-            raise CheckpointError(f"could not {doing} {job.where} ({type(error).__name__}: {error})") from error
+    def _advance(self, *, wait: bool) -> None:
+        """End jobs in their order, as far as they are done, or all of them. A removal begins when its turn comes.
+
+        Links change in the program's own thread only, because Lightning changes them there.
+
+        Raises:
+            CheckpointError: a job failed. Jobs after it stay.
+        """
+        while self._jobs:
+            job = self._jobs[0]
+            if job.future is None:
+                job.future = self._in_thread(job.work)
+            if not wait and not job.future.done():
+                return
+            self._jobs.pop(0)
+            try:
+                job.has_failed = True
+                job.future.result()
+                job.has_failed = False
+            except CheckpointError:
+                raise
+            except Exception as error:
+                doing = "save to" if job.is_save else "remove"
+                raise CheckpointError(f"could not {doing} {job.where} ({type(error).__name__}: {error})") from error
+            finally:
+                if job.is_save and Processes(None).rank == 0:
+                    self._links.end(job.where, is_whole=not job.has_failed)
 
     def _cancel_removal(self, where: Location) -> None:
         """Forget removals of a checkpoint that is about to be saved again."""
         for job in [one for one in self._jobs if not one.is_save and _same_path(one.where, where)]:
-            if not job.future.cancel():
+            if job.future is not None:
                 job.future.result()  # it is running
             self._jobs.remove(job)
 

@@ -24,7 +24,12 @@ class LazySteps(Strategy):
     _is_step_open = False  # whether a training step has traced operations that no sync has started
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Put a batch on the devices, each of which gets its part."""
+        """Put a batch on the devices, each of which gets its part.
+
+        This ends the previous step on the devices if the module's own ``optimizer_step`` did not run the optimizer.
+        """
+        if self._is_step_open:
+            self._end_step()
         module = self.lightning_module
         if module is None:
             return self.inputs.upload(batch)
@@ -55,11 +60,6 @@ class LazySteps(Strategy):
         if self.lightning_module is not None and self.lightning_module.automatic_optimization:
             self._end_step()
         return output
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """End the previous step on the devices, if the module's own ``optimizer_step`` did not run the optimizer."""
-        if self._is_step_open:
-            self._end_step()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's validation step."""

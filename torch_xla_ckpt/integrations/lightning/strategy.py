@@ -29,7 +29,7 @@ from torch_xla_ckpt.integrations.lightning.saves import Saves
 from torch_xla_ckpt.integrations.lightning.sharding import InputSharding, ModuleSharding, move_metrics, new_mesh
 from torch_xla_ckpt.integrations.lightning.steps import LazySteps, leave_inference_mode
 from torch_xla_ckpt.restoring import Sharding, fill
-from torch_xla_ckpt.state import set_random_state
+from torch_xla_ckpt.state import random_state, set_random_state
 from torch_xla_ckpt.storage import Location, PathLike, is_file
 
 logger = logging.getLogger(__name__)
@@ -216,10 +216,21 @@ class SPMDStrategy(OneProgram, LazySteps):
             progress = loop.epoch_loop.batch_progress.current
             return len(getattr(loop._data_fetcher, "batches", ())) + progress.ready - progress.processed
 
-        # Lightning resets what was logged when an epoch begins. If these values were still pending in the first step,
-        # its graph would be another one, and would be compiled again.
-        begin = lazy.xla.compute_pending
-        return ResumableLoader(dataloader, loop.epoch_loop._num_ready_batches_reached, unused, begin)
+        is_over = loop.epoch_loop._num_ready_batches_reached
+        return ResumableLoader(dataloader, is_over, unused, self._beginning_of_epoch)
+
+    @contextmanager
+    def _beginning_of_epoch(self) -> Iterator[None]:
+        # Lightning resets what was logged when an epoch ends. If these values were still pending in the first step, its
+        # graph would be another one, and would be compiled again.
+        lazy.xla.compute_pending()
+        if self._random_state is None:
+            yield
+            return
+        # A loader without a length reads its first batch before training starts.
+        set_random_state(self._random_state)
+        yield
+        self._random_state = random_state()
 
     def on_train_start(self) -> None:
         """Set the random generators to where the checkpoint had them."""
@@ -228,8 +239,7 @@ class SPMDStrategy(OneProgram, LazySteps):
             self._random_state = None
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """End the previous step on the devices, and raise the error of a save in the background, if one has failed."""
-        super().on_train_batch_start(batch, batch_idx)
+        """Raise the error of a save in the background, if one has failed."""
         self._saves.raise_failed()
 
     # Checkpoints.
