@@ -39,21 +39,27 @@ def expected(tmp_path_factory):
     return losses(model)
 
 
-@pytest.mark.parametrize("state_dict_type", ["sharded", "full"])
 @pytest.mark.parametrize(
-    ("save_last", "number", "step", "left"),
+    ("save_last", "state_dict_type", "number", "step", "left"),
     [
-        (True, 2, 3, 8),  # the first "last.ckpt", so that there is none
-        (True, 4, 5, 6),  # the second one: the first stays until the second is committed
-        ("link", 1, 3, 8),  # the link would lead to a checkpoint that is not whole
-        ("link", 2, 5, 6),  # the link leads to the checkpoint before
+        (True, "sharded", 2, 3, 8),  # the first "last.ckpt", so that there is none
+        (True, "sharded", 4, 5, 6),  # the second one: the first stays until the second is committed
+        ("link", "full", 2, 5, 6),  # the link leads to the checkpoint before
     ],
 )
 def test_a_program_that_is_killed_in_a_save_goes_on_from_the_last_whole_checkpoint(
-    save_last, number, step, left, state_dict_type, expected, tmp_path
+    save_last, state_dict_type, number, step, left, expected, tmp_path
 ):
     killed(tmp_path, save_last, state_dict_type, number, step, "ck/last.ckpt" if left < 8 else ".")
     assert torch.equal(resumed(tmp_path, save_last, state_dict_type), expected[-left:])
+
+
+def test_25_a_half_written_checkpoint_is_named_with_whole_ones_beside_it_and_the_link_leads_to_one(expected, tmp_path):
+    killed(tmp_path, "link", "sharded", 2, 5, "ck/last.ckpt")
+    with pytest.raises(CheckpointError, match=r"never committed.*beside it: (last|step=2)\.ckpt"):
+        trainer(tmp_path).fit(module(), loader(), ckpt_path=tmp_path / "ck" / "step=4.ckpt")
+    assert os.readlink(tmp_path / "ck" / "last.ckpt") == "step=2.ckpt"
+    assert torch.equal(resumed(tmp_path, "link", "sharded"), expected[-6:])
 
 
 @pytest.mark.parametrize("state_dict_type", ["sharded", "full"])
@@ -64,23 +70,13 @@ def test_slurms_restart_finds_the_last_whole_checkpoint(state_dict_type, expecte
     assert torch.equal(losses(model), expected[-6:])
 
 
-def test_25_the_error_for_a_half_written_checkpoint_names_whole_ones_beside_it(tmp_path):
-    killed(tmp_path, False, "sharded", 2, 5, "ck/step=2.ckpt/.metadata")
-    assert sorted(os.listdir(tmp_path / "ck")) == ["step=2.ckpt", "step=4.ckpt"]  # the first one was kept
-    with pytest.raises(CheckpointError, match=r"never committed.*beside it: step=2\.ckpt"):
-        trainer(tmp_path).fit(module(), loader(), ckpt_path=tmp_path / "ck" / "step=4.ckpt")
-
-
-@pytest.mark.parametrize("state_dict_type", ["sharded", "full"])
-def test_13_several_hosts_save_and_go_on_together(state_dict_type, tmp_path):
+def test_13_several_hosts_save_and_go_on_together(tmp_path):
     outputs = [tmp_path / f"output-{rank}.txt" for rank in range(2)]
     programs = [
-        Program(
-            lightning_programs.host, (rank, 2, str(tmp_path / "rendezvous"), str(tmp_path), state_dict_type), output
-        )
+        Program(lightning_programs.host, (rank, 2, str(tmp_path / "rendezvous"), str(tmp_path)), output)
         for rank, output in enumerate(outputs)
     ]
     assert wait_for_all(programs, 200) == [0, 0], "\n".join(output.read_text() for output in outputs)
-    if state_dict_type == "sharded":
-        names = os.listdir(tmp_path / "run" / "step=16.ckpt")
-        assert {name[:4] for name in names if name.endswith(".distcp")} == {"__0_", "__1_"}
+    names = os.listdir(tmp_path / "sharded" / "step=16.ckpt")
+    assert {name[:4] for name in names if name.endswith(".distcp")} == {"__0_", "__1_"}
+    assert (tmp_path / "full" / "step=16.ckpt").is_file()

@@ -25,6 +25,14 @@ class Endless(IterableDataset):
         return iter(Rows())
 
 
+class Shuffled(IterableDataset):
+    """The same in another order in each epoch."""
+
+    def __iter__(self):
+        rows = Rows()
+        return (rows[int(row)] for row in torch.randperm(len(rows)))
+
+
 class Augmented(Rows):
     """Rows with noise from the program's own generator."""
 
@@ -50,7 +58,9 @@ LOADERS = {
     "shuffled by its own generator": own_generator,
     "shuffled, augmented": lambda: DataLoader(Augmented(), BATCH, shuffle=True),
     "with workers": lambda: loader(shuffle=True, num_workers=2),
+    "with workers that persist": lambda: loader(shuffle=True, num_workers=1, persistent_workers=True),
     "without a length": lambda: DataLoader(Endless(), BATCH),
+    "without a length, shuffled": lambda: DataLoader(Shuffled(), BATCH),
     "any iterable": Batches,
     "stateful": lambda: StatefulDataLoader(Rows(), BATCH, shuffle=True),
     "stateful with workers": lambda: StatefulDataLoader(Rows(), BATCH, shuffle=True, num_workers=2),
@@ -88,6 +98,33 @@ def test_22_wherever_it_stops(at, tmp_path):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize(("make", "at"), [("without a length, shuffled", 8), ("with workers that persist", 11)])
+def test_22_orders_of_the_second_epoch(make, at, tmp_path):
+    expected, found, *_ = resumed(tmp_path, LOADERS[make], at=at)
+    assert torch.equal(found, expected)
+
+
+class OwnSampler(torch.utils.data.Sampler):
+    """A sampler whose order depends on the epoch, as those of distributed training do."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 64
+
+    def __iter__(self):
+        return iter(torch.randperm(64, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+def test_22_a_sampler_that_knows_the_epoch(tmp_path):
+    expected, found, *_ = resumed(tmp_path, lambda: DataLoader(Rows(), BATCH, sampler=OwnSampler()), at=11)
+    assert torch.equal(found, expected)
+
+
 def test_22_with_max_steps(tmp_path):
     expected, found, *_ = resumed(tmp_path, LOADERS["shuffled"], first={"max_steps": 14}, at=8)
     assert torch.equal(found, expected)
@@ -108,7 +145,7 @@ def test_22_with_gradient_accumulation_and_a_batch_limit(tmp_path):
 
 def test_22_on_another_mesh_losses_agree(tmp_path):
     expected, found, *_ = resumed(
-        tmp_path, LOADERS["shuffled"], Net, {"mesh": {"fsdp": 8}}, {"mesh": {"fsdp": 4, "tensor": 2}}
+        tmp_path, LOADERS["shuffled"], Noisy, {"mesh": {"fsdp": 8}}, {"mesh": {"fsdp": 4, "tensor": 2}}
     )
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 

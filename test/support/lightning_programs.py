@@ -80,30 +80,33 @@ def killed(folder, save_last, state_dict_type, number, step, ready):
     trainer(folder, strategy=strategy, callbacks=calls).fit(module(), loader(shuffle=True))
 
 
-def host(rank, world, rendezvous, folder, state_dict_type):
+def host(rank, world, rendezvous, folder):
     """Act as one host of several: train, save, and go on from the checkpoint."""
     devices.set_up()
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     saves.SPMDStager = functools.partial(SPMDStager, access=hosts.share_access(rank, world))
+    whole = module()
+    trainer(folder, max_epochs=2).fit(whole, loader(shuffle=True))
+    for kind in ("sharded", "full"):
+        _resume_together(rank, Path(folder) / kind, kind, whole)
+    dist.destroy_process_group()
 
-    def run(seed, name, *callbacks, **options):
-        checkpoints = ModelCheckpoint(
-            Path(folder) / name, every_n_train_steps=2, save_top_k=1, save_last="link", filename="{step}"
-        )
+
+def _resume_together(rank, folder, kind, whole):
+    def run(seed, *callbacks, **options):
+        checkpoints = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=1, save_last="link", filename="{step}")
         model = module(Net, seed)
-        strategy = SPMDStrategy(state_dict_type=state_dict_type)
-        one = trainer(folder, strategy=strategy, callbacks=[checkpoints, *callbacks], max_epochs=2)
+        strategy = SPMDStrategy(state_dict_type=kind)
+        one = trainer(folder.parent, strategy=strategy, callbacks=[checkpoints, *callbacks], max_epochs=2)
         assert one.world_size == 1 and one.is_global_zero == (rank == 0)
         one.fit(model, loader(shuffle=True), **options)
         return model
 
-    whole = run(0, "whole")
-    begun = run(0, "run", StopAfter(6))
-    assert sorted(os.listdir(Path(folder) / "run")) == ["last.ckpt", "step=6.ckpt"]
+    begun = run(0, StopAfter(6))
+    assert sorted(os.listdir(folder)) == ["last.ckpt", "step=6.ckpt"]
     dist.barrier()
-    again = run(5, "run", ckpt_path="last")
+    again = run(5, ckpt_path="last")
     assert losses(begun).tolist() + losses(again).tolist() == losses(whole).tolist()
     assert same(on_host(again), on_host(whole))
-    assert sorted(os.listdir(Path(folder) / "run")) == ["last.ckpt", "step=16.ckpt"]
+    assert sorted(os.listdir(folder)) == ["last.ckpt", "step=16.ckpt"]
     dist.barrier()
-    dist.destroy_process_group()
