@@ -82,7 +82,7 @@ def memory(tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-SLACK = 6 * 16  # MiB: six layers. A copy of the module in host memory would take 24
+SLACK = 6 * 16  # MiB: six layers. A copy of the module in host memory would take 16
 
 
 def test_04_layers_of_configure_model_leave_host_memory_one_by_one(memory):

@@ -16,7 +16,7 @@ import torch_xla.core.xla_model as xm
 from support.lightning_modules import Net, loader, trainer
 from torch_xla_ckpt.integrations.lightning import SPMDStrategy, consolidate
 
-LAYERS, WIDTH = 24, 2048  # 16 MiB each
+LAYERS, WIDTH = 16, 2048  # 16 MiB each
 STATE = LAYERS * WIDTH * WIDTH * 4 / 2**20
 BUDGET = 24 << 20
 

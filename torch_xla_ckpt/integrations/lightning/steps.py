@@ -22,17 +22,23 @@ class LazySteps(Strategy):
 
     inputs: InputSharding
     _is_step_open = False  # whether a training step has traced operations that no sync has started
+    _may_be_pending = False  # whether anything but a training step has traced operations since the last training step
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Put a batch on the devices, each of which gets its part.
 
-        This ends the previous step on the devices if the module's own ``optimizer_step`` did not run the optimizer.
+        This ends the previous step on the devices if the module's own ``optimizer_step`` did not run the optimizer. It
+        also starts what an evaluation or the end of an epoch has left pending: else the graph of the training step would
+        be another one, and would be compiled again.
         """
+        module = self.lightning_module
         if self._is_step_open:
             self._end_step()
-        module = self.lightning_module
         if module is None:
             return self.inputs.upload(batch)
+        if self._may_be_pending and module.trainer.training:
+            lazy.xla.compute_pending()
+            self._may_be_pending = False
         owners = (module, module.trainer.datamodule)
         is_users = any(one is not None and is_overridden("transfer_batch_to_device", one) for one in owners)
         if not is_users:
@@ -44,8 +50,11 @@ class LazySteps(Strategy):
         """Run the module's training step. In manual optimization, its end is the end of the step on the devices."""
         self._is_step_open = True
         output = super().training_step(*args, **kwargs)
-        if self.lightning_module is not None and not self.lightning_module.automatic_optimization:
-            self._end_step()
+        module = self.lightning_module
+        if module is not None:
+            lazy.xla.compute(_reset_by_logging(module.trainer))
+            if not module.automatic_optimization:
+                self._end_step()
         return output
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
@@ -74,12 +83,29 @@ class LazySteps(Strategy):
         return self._evaluated(super().predict_step(*args, **kwargs))
 
     def _evaluated(self, output: Any) -> Any:
+        self._may_be_pending = True
         lazy.xla.step()
         return output
 
     def _end_step(self) -> None:
         self._is_step_open = False
         lazy.xla.step()
+
+
+def _reset_by_logging(trainer: Trainer) -> list[torch.Tensor]:
+    """Return tensors that Lightning resets when a value is first logged in an epoch, and does not use.
+
+    ``self.log`` keeps a batch size for each mean, also of values that are logged for single steps only.
+    """
+    results = trainer._results
+    if results is None or trainer._logger_connector._first_loop_iter is not True:
+        return []
+    means = (one for one in results.result_metrics if one.is_tensor and one.meta.is_mean_reduction)
+    return [one.cumulated_batch_size for one in means if not one.meta.on_epoch and _is_on_devices(one)]
+
+
+def _is_on_devices(metric: Any) -> bool:
+    return bool(metric.cumulated_batch_size.device.type == "xla")
 
 
 def leave_inference_mode(trainer: Trainer) -> None:

@@ -221,9 +221,7 @@ class SPMDStrategy(OneProgram, LazySteps):
 
     @contextmanager
     def _beginning_of_epoch(self) -> Iterator[None]:
-        # Lightning resets what was logged when an epoch ends. If these values were still pending in the first step, its
-        # graph would be another one, and would be compiled again.
-        lazy.xla.compute_pending()
+        self._may_be_pending = True
         if self._random_state is None:
             yield
             return
