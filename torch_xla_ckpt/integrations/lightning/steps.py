@@ -28,8 +28,8 @@ class LazySteps(Strategy):
         """Put a batch on the devices, each of which gets its part.
 
         This ends the previous step on the devices if the module's own ``optimizer_step`` did not run the optimizer. It
-        also starts what an evaluation or the end of an epoch has left pending: else the graph of the training step would
-        be another one, and would be compiled again.
+        also starts what an evaluation or the end of an epoch has left pending. Otherwise, the graph of the training
+        step would be another one, and would be compiled again.
         """
         module = self.lightning_module
         if self._is_step_open:
