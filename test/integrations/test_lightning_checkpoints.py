@@ -115,6 +115,11 @@ def test_10_a_checkpoint_of_lightnings_own_sharded_strategy(tmp_path):
     assert same(on_host(fresh), expected["state_dict"])
     moments = one.optimizers[0].state[fresh.first.weight]
     assert torch.equal(assembled(moments["exp_avg"]), expected["optimizer_0"]["state"]["first.weight"]["exp_avg"])
+    consolidate(path, tmp_path / "full.ckpt")
+    plain, other = module(seed=1), trainer(tmp_path, cpu=True)
+    other.fit(plain, loader(), ckpt_path=tmp_path / "full.ckpt")
+    assert same(on_host(plain), expected["state_dict"])
+    assert same(state_on_host(other.optimizers[0]), state_on_host(one.optimizers[0]))
 
 
 @pytest.mark.parametrize("kind", [Net, OnMeta])
@@ -366,7 +371,7 @@ class Grown(Net):
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_21_strict_loading(full, tmp_path):
+def test_21_strict_loading(full, tmp_path, caplog):
     options = {"strategy": SPMDStrategy(state_dict_type="full")} if full else {}
     model, _, path = saved(tmp_path, **options)
     grown = module(Grown, seed=1)
@@ -376,6 +381,7 @@ def test_21_strict_loading(full, tmp_path):
     assert same(on_host(grown), before)
     grown.strict_loading = False
     trainer(tmp_path).validate(grown, loader(), ckpt_path=path, verbose=False)
+    assert "extra.weight" in caplog.text
     found = on_host(grown)
     assert torch.equal(found["extra.weight"], before["extra.weight"])
     assert torch.equal(found["first.weight"], on_host(model)["first.weight"])
@@ -505,6 +511,14 @@ def test_25_what_is_no_checkpoint_is_named(case, tmp_path):
     with pytest.raises(CheckpointError, match=r"a\.ckpt"):
         trainer(tmp_path).fit(fresh, loader(), ckpt_path=path)
     assert same(on_host(fresh), before)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    one = trainer(tmp_path)
+    one.validate(module(), loader(), verbose=False)
+    with pytest.raises(CheckpointError, match=r"cannot save to .*file/a\.ckpt"):
+        one.save_checkpoint(tmp_path / "file" / "a.ckpt")
 
 
 def test_a_file_is_not_replaced_by_a_folder(tmp_path):

@@ -38,7 +38,8 @@ def consolidate(
 ) -> None:
     """Write a sharded checkpoint as one file, as a plain ``Trainer`` saves it.
 
-    Stock Lightning opens the file: ``trainer.fit(ckpt_path=file)``, ``Module.load_from_checkpoint(file)``, and so does
+    The checkpoint is one of ``SPMDStrategy``, or of Lightning's own sharded strategies. Stock Lightning opens the file:
+    ``trainer.fit(ckpt_path=file)``, ``Module.load_from_checkpoint(file)``, and so does
     ``torch.load(file, weights_only=True)``. No device is needed. A file that is there already is replaced when the new
     one is complete.
 
@@ -82,11 +83,25 @@ def write_file(
         value = rest.with_tensors(found[TENSORS])
         value[MODEL] = found[model_key]
         if rest.optimizers is not None:
-            value[OPTIMIZERS] = [found[key] for key in optimizers]
+            value[OPTIMIZERS] = [_by_number(found[key]) for key in optimizers]
         writer = ArchiveWriter(_streamed(value, saved, streamed))
         pieces = read_in_order(reader, [streamed[one] for one in writer.streamed], memory_budget)
         with _opened(target) as file:
             writer.write(file, pieces)
+
+
+def _by_number(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state with numbers for parameters, where Lightning's own strategies save their names."""
+    groups = optimizer.get("param_groups", [])
+    names = [name for group in groups for name in group["params"]]
+    if not any(isinstance(name, str) for name in names):
+        return optimizer
+    numbers = {name: number for number, name in enumerate(names)}
+    return {
+        **optimizer,
+        "state": {numbers[name]: state for name, state in optimizer.get("state", {}).items()},
+        "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups],
+    }
 
 
 def _saved_tensors(found: Mapping[str, Any], metadata: Metadata) -> dict[int, SavedTensor]:

@@ -84,7 +84,7 @@ class Saves:
         state = state_of(checkpoint)
         # The random generators and paths of processes differ; those of the first process are saved.
         state[REST] = Processes(None).from_first(lambda: state[REST], f"saving to {where}")
-        is_named_later = Processes(None).from_first(lambda: prepare(where, full=self._full), f"saving to {where}")
+        is_named_later = Processes(None).from_first(lambda: _prepared(where, self._full), f"saving to {where}")
         folder = unfinished(where) if is_named_later else where
         writer = ShardWriter(folder, step=checkpoint.get("global_step"))
         if not background:
@@ -221,6 +221,16 @@ class Saves:
             remove(folder)
         elif folder != where:
             give_name(where)
+
+
+def _prepared(where: Location, full: bool) -> bool:
+    """Call ``prepare``, and turn errors of the storage into errors that name the checkpoint."""
+    try:
+        return prepare(where, full=full)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot save to {where} ({type(error).__name__}: {error}). Nothing was saved. Choose another path"
+        ) from error
 
 
 def _same_path(one: Location, other: Location) -> bool:

@@ -52,7 +52,7 @@ class LazySteps(Strategy):
         output = super().training_step(*args, **kwargs)
         module = self.lightning_module
         if module is not None:
-            lazy.xla.compute(_reset_by_logging(module.trainer))
+            _compute_unused(module.trainer)
             if not module.automatic_optimization:
                 self._end_step()
         return output
@@ -92,20 +92,22 @@ class LazySteps(Strategy):
         lazy.xla.step()
 
 
-def _reset_by_logging(trainer: Trainer) -> list[torch.Tensor]:
-    """Return tensors that Lightning resets when a value is first logged in an epoch, and does not use.
+def _compute_unused(trainer: Trainer) -> None:
+    """Compute, in a graph of their own, values that Lightning resets in the first step of each epoch and does not use.
 
-    ``self.log`` keeps a batch size for each mean, also of values that are logged for single steps only.
+    ``self.log`` keeps a batch size for each mean, also for means that are logged for single steps only. As a part of
+    the training step, the reset would make another graph of it.
     """
     results = trainer._results
     if results is None or trainer._logger_connector._first_loop_iter is not True:
-        return []
-    means = (one for one in results.result_metrics if one.is_tensor and one.meta.is_mean_reduction)
-    return [one.cumulated_batch_size for one in means if not one.meta.on_epoch and _is_on_devices(one)]
-
-
-def _is_on_devices(metric: Any) -> bool:
-    return bool(metric.cumulated_batch_size.device.type == "xla")
+        return
+    sizes = []
+    for one in results.result_metrics:
+        if one.is_tensor and one.meta.is_mean_reduction and not one.meta.on_epoch:
+            # In the first epoch, this is computed already. The copy has the graph of the later resets.
+            one.cumulated_batch_size = one.cumulated_batch_size.clone()
+            sizes.append(one.cumulated_batch_size)
+    lazy.xla.compute([size for size in sizes if size.device.type == "xla"])
 
 
 def leave_inference_mode(trainer: Trainer) -> None:
