@@ -162,11 +162,28 @@ STOCK = """
 import sys
 import lightning as L
 import torch
-from plain_modules import Net, loader
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+from plain_modules import InConfigure, Net, loader
+
+class Sharded(InConfigure):
+    def configure_model(self):
+        super().configure_model()
+        for layer in (self.first, self.last):
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+def train(model, **options):
+    L.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, max_epochs=2,
+              enable_checkpointing=False, **options).fit(model, loader(), ckpt_path=path)
+    assert len(model.losses) == 8
+    return model.state_dict()
+
 path = sys.argv[1]
 checkpoint = torch.load(path, weights_only=True)
-L.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, max_epochs=2,
-          enable_checkpointing=False).fit(Net(), loader(), ckpt_path=path)
+plain = train(Net())
+sharded = train(Sharded(), strategy=ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1))
+for key, value in sharded.items():
+    torch.testing.assert_close(value.full_tensor(), plain[key])
 model = Net.load_from_checkpoint(path)
 torch.save(model.state_dict(), sys.argv[2])
 assert "torch_xla_ckpt" not in sys.modules

@@ -22,7 +22,6 @@ from torch_xla_ckpt.device.xla.copies import (
     keeps_copies,
 )
 from torch_xla_ckpt.device.xla.runtime import (
-    compute,
     compute_pending,
     device_count,
     memory_left,
@@ -52,7 +51,6 @@ __all__ = [
     "XlaAccess",
     "alias_of",
     "can_be_copied",
-    "compute",
     "compute_pending",
     "copied_bytes",
     "copy_on_devices",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -44,12 +44,6 @@ def compute_pending() -> None:
     ``torch_xla.sync()`` would also change the devices' seed, which cannot be reset while drawn numbers are pending.
     """
     _XLAC._xla_sync_live_tensors("", [], False)
-
-
-def compute(tensors: Sequence[torch.Tensor]) -> None:
-    """Start the computation of some tensors, and of nothing else that is pending."""
-    if tensors:
-        _XLAC._xla_sync_multi(list(tensors), [], wait=False)
 
 
 def await_devices() -> None:

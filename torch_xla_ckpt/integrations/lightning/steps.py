@@ -52,7 +52,7 @@ class LazySteps(Strategy):
         output = super().training_step(*args, **kwargs)
         module = self.lightning_module
         if module is not None:
-            _compute_unused(module.trainer)
+            _drop_pending_resets(module.trainer)
             if not module.automatic_optimization:
                 self._end_step()
         return output
@@ -92,22 +92,19 @@ class LazySteps(Strategy):
         lazy.xla.step()
 
 
-def _compute_unused(trainer: Trainer) -> None:
-    """Compute, in a graph of their own, values that Lightning resets in the first step of each epoch and does not use.
+def _drop_pending_resets(trainer: Trainer) -> None:
+    """Replace values that Lightning resets in the first step of each epoch and does not use.
 
     ``self.log`` keeps a batch size for each mean, also for means that are logged for single steps only. As a part of
-    the training step, the reset would make another graph of it.
+    the training step, its reset would make another graph of it.
     """
     results = trainer._results
     if results is None or trainer._logger_connector._first_loop_iter is not True:
         return
-    sizes = []
     for one in results.result_metrics:
-        if one.is_tensor and one.meta.is_mean_reduction and not one.meta.on_epoch:
-            # In the first epoch, this is computed already. The copy has the graph of the later resets.
-            one.cumulated_batch_size = one.cumulated_batch_size.clone()
-            sizes.append(one.cumulated_batch_size)
-    lazy.xla.compute([size for size in sizes if size.device.type == "xla"])
+        is_unused = one.is_tensor and one.meta.is_mean_reduction and not one.meta.on_epoch
+        if is_unused and one.cumulated_batch_size.device.type == "xla":
+            one.cumulated_batch_size = lazy.xla.upload(torch.tensor(0), None)
 
 
 def leave_inference_mode(trainer: Trainer) -> None:
