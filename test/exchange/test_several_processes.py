@@ -99,7 +99,7 @@ def folder_that_one_host_does_not_see(rank, world, folder):
     if rank == 1:
         pathlib.Path.is_dir = lambda path: False if path.name.endswith(".part") else real(path)
     with pytest.raises(
-        xc.CheckpointError, match="this host does not see .*Export to a file system that all hosts share"
+        xc.CheckpointError, match=r"this host does not see .*Export to a file system that all hosts share"
     ):
         xc.export({"w": torch.ones(3)}, f"{folder}/model")
     torch.distributed.barrier()

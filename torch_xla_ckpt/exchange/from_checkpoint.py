@@ -13,12 +13,12 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
 from torch_xla_ckpt.exchange.bits import same_bits
-from torch_xla_ckpt.exchange.layout import Layout, OutFile, OutTensor, batches_of
+from torch_xla_ckpt.exchange.layout import Layout, OutTensor, batches_of
 from torch_xla_ckpt.exchange.local_files import LocalFiles, is_one_run
 from torch_xla_ckpt.exchange.streamed_files import StreamedFiles
 from torch_xla_ckpt.layout import Box, Claim, assign
 from torch_xla_ckpt.planner import plan_reads
-from torch_xla_ckpt.protocols import Folder, LoadSink
+from torch_xla_ckpt.protocols import LoadSink
 from torch_xla_ckpt.state import Buffers
 from torch_xla_ckpt.storage import ShardReader
 

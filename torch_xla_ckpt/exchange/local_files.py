@@ -15,7 +15,6 @@ from torch_xla_ckpt.exchange.layout import OutFile, OutTensor
 from torch_xla_ckpt.layout import Box
 from torch_xla_ckpt.protocols import Bytes
 
-
 _CAST = 1 << 20  # elements that are cast at once
 
 

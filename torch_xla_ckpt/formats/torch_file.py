@@ -19,11 +19,9 @@ from torch_xla_ckpt.state import Leaf, Path, flatten
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _DATA = b"/data/0"  # in an archive that has tensors
 _TAIL = 1 << 20  # bytes at the end of a remote archive that are read first; they hold the directory of most archives
-# Tensors that do not lie in the file as in memory are copied. Views may repeat the file's bytes without end, so all copies
-# together may have this many bytes for each byte of the file,
-_COPIES = 4
-# and as many more.
-_COPIED = 64 << 20
+# Tensors that do not lie in the file as in memory are copied, and views may repeat the file's bytes without end. So all
+# copies together may have this many bytes for each byte of the file, and as many more.
+_COPIES, _COPIED = 4, 64 << 20
 
 
 def read_torch_file(folder: Folder, name: str) -> Contents:
@@ -90,7 +88,7 @@ def _contents(
     for key, leaf in leaves.items():
         tensor = leaf.value
         if not is_text(key):
-            raise malformed(name, 0, size, f"the name {ascii(key[:100])} is no text")
+            raise malformed(name, 0, size, f"the name {key[:100]!a} is no text")
         if leaf.is_tensor and _lies_plainly(tensor):
             offset = tensor.data_ptr() - base if tensor.numel() else 0
             tensors[key] = TensorPlace(tensor.dtype, tuple(tensor.shape), name, offset)
@@ -158,7 +156,7 @@ def _require_room(key: str, nbytes: int, room: int, name: str, size: int) -> Non
     """
     if nbytes > room:
         raise CheckpointError(
-            f"{key!r} in {name} repeats its elements (as after expand), or elements of other tensors. Copies of all such "
+            f"{key!r} in {name} repeats its elements (as after expand), or those of other tensors. Copies of all such "
             f"tensors need more than {_COPIES} times the {size:,} bytes of the file. Nothing was loaded. Save "
             "tensor.contiguous() of tensors that are views, and of expanded tensors only what they repeat"
         )
