@@ -110,7 +110,7 @@ def _contents(
                 return None
             room -= len(objects[key])
             _require_room(key, 0, room, name, size)
-    is_flat = not objects and all(len(leaf.path) == 1 for leaf in leaves.values())
+    is_flat = all(len(leaf.path) == 1 for leaf in leaves.values())
     return tensors, objects, {} if is_flat else {key: leaf.path for key, leaf in leaves.items()}
 
 
