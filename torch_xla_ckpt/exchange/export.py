@@ -54,6 +54,7 @@ def export(
     memory_budget: int = 256 << 20,
     verify: bool = True,
     progress: bool = False,
+    dry_run: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> ExportReport:
@@ -81,6 +82,8 @@ def export(
         memory_budget: host memory in bytes for data that is being written. One tensor may exceed it. Default: 256 MiB.
         verify: check the bytes that are read against the checkpoint's checksums. Default: True.
         progress: show a progress bar on a terminal while a checkpoint is read. Needs tqdm. Default: False.
+        dry_run: write nothing, and return the report of what would be written. Only for a source that is a path. Tensors
+            that may be tied are read and compared. Default: False.
         storage_options: options of fsspec's filesystem for URLs, of the source and of ``path``. Default: none.
         process_group: a group whose backend gathers Python objects. Default: the default group, or none.
 
@@ -107,7 +110,10 @@ def export(
         exclude=(exclude,) if isinstance(exclude, str) else tuple(exclude),
         config_from=config_from,
         memory_budget=memory_budget,
+        dry_run=dry_run,
     )
+    if dry_run and isinstance(source, Mapping):
+        raise ValueError("dry_run=True needs the path of a checkpoint as its source")
     processes = Processes(process_group)
     if isinstance(source, Mapping):
         return _StateExport(options, processes).run(source)
@@ -131,6 +137,7 @@ class _Options:
     exclude: tuple[str, ...]
     config_from: Any
     memory_budget: int
+    dry_run: bool
 
     def __post_init__(self) -> None:
         if self.format not in _FORMATS:
@@ -211,6 +218,8 @@ class _Export:
         self._layout = layout_of(written, options.format, options.max_shard_bytes, file)
         require_free(options.location, self._layout, self._companions, is_file=options.is_file)
         parts = None
+        if options.dry_run:
+            return _Plan(self._layout, ties, objects, tuple(self._companions), parts)
         if options.location.is_local:
             self._target = LocalTarget(options.location, is_file=options.is_file)
             parts = self._target.parts
@@ -246,6 +255,7 @@ class _Export:
             bytes_read=bytes_read,
             bytes_written=bytes_written,
             seconds=time.perf_counter() - self.began,
+            is_dry=self.options.dry_run,
         )
 
 
@@ -263,6 +273,8 @@ class _CheckpointExport(_Export):
             )
         try:
             plan = self.processes.from_first(lambda: self._plan(source), self.doing)
+            if self.options.dry_run:
+                return self.report(plan, source.bytes_read, 0)
             with self.processes.agreed(self.doing):
                 written = self._write(source, plan)
             self.processes.from_first(self.commit, self.doing)
