@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import resource
 import statistics
@@ -16,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -24,7 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 import torch_xla_ckpt as xc
-from torch_xla_ckpt import inspecting
+from torch_xla_ckpt import _dcp, inspecting
+from torch_xla_ckpt.layout import Box, Shard, TensorLayout
+from torch_xla_ckpt.planner import CopyPlanner
+from torch_xla_ckpt.protocols import TensorAccess
 
 KEYS, CHUNKS = 100_000, 1_000_000
 TENSORS, ROWS, COLUMNS = 64, 1024, 4096  # 1 GiB of float32
@@ -34,14 +36,34 @@ def make_keys(path: Path, count: int) -> None:
     xc.save({f"layers.{n // 100}.block{n % 100}.weight": torch.zeros(4) for n in range(count)}, path, sync=False)
 
 
+class Cut(TensorAccess):
+    """Tensors of zeros with a chunk for each element: a million devices would be needed to save them as usual."""
+
+    def settle(self) -> None:
+        pass
+
+    def layout(self, tensor: torch.Tensor) -> TensorLayout:
+        shards = tuple(Shard(Box((n,), (1,)), "cut", n) for n in range(len(tensor)))
+        return TensorLayout(tuple(tensor.shape), tensor.dtype, shards, (1,), "", identical=True)
+
+    def fetch(self, tensor: torch.Tensor, layout: TensorLayout, part: int = 0) -> Mapping[Box, torch.Tensor]:
+        return {layout.shards[part].box: torch.zeros(1)}
+
+    def host_bytes(self, tensor: torch.Tensor, layout: TensorLayout, part: int = 0) -> int:
+        return 4
+
+    def memory(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return None
+
+    def put(self, tensor: torch.Tensor, layout: TensorLayout, shards: Mapping[Box, torch.Tensor]) -> None:
+        raise NotImplementedError
+
+
 def make_chunks(path: Path, count: int) -> None:
-    """Make a checkpoint with many chunks of few tensors: a million devices would be needed to save it as usual."""
-    side = 1 << math.ceil(math.log2(count / 10) / 2)
-    whole = {f"t{n}": torch.zeros(side, side, dtype=torch.uint8) for n in range(10)}
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        xc.save(whole, f"{folder}/whole", sync=False)
-        axes = f"a={side},b={min(side, count // 10 // side)}"
-        inspecting.convert(f"{folder}/whole", path, mesh=axes, specs=["*=a,b"])
+    state = {f"t{n}": torch.empty(count // 10, device="meta") for n in range(10)}
+    access = Cut()
+    planner = CopyPlanner({key: (key,) for key in state}, lambda tensor: access)
+    _dcp.save(state, xc.ShardWriter(path, sync=False), planner, None, True)
 
 
 def make_gigabyte(path: Path) -> None:

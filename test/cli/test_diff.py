@@ -18,6 +18,7 @@ def copied(source, path):
     (shutil.copytree if source.is_dir() else shutil.copy)(source, path)
     return path
 
+
 @every_kind
 def test_a_checkpoint_equals_itself_and_its_copy(made, tmp_path, kind):
     answer = call("diff", made / kind, copied(made / kind, tmp_path / "c"), "--json")

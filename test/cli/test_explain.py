@@ -162,7 +162,12 @@ def test_explain_against_a_configuration(llama, tmp_path, name):
 def test_explain_against_a_configuration_without_transformers_or_with_a_strange_one(llama, made, tmp_path, monkeypatch):
     folder, _ = llama
     config = json.loads((folder / "config.json").read_text())
-    for edit in ({"model_type": "nothing"}, {"architectures": ["os.system"]}, {"architectures": None}, {"auto_map": {}}):
+    for edit in (
+        {"model_type": "nothing"},
+        {"architectures": ["os.system"]},
+        {"architectures": None},
+        {"auto_map": {}},
+    ):
         (tmp_path / "config.json").write_text(json.dumps({**config, **edit}))
         answer = call("explain", made / "ours", "--mesh", "d=1", "--against", tmp_path / "config.json")
         assert answer.status == (0 if "auto_map" in edit else 2), answer.err

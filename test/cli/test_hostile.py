@@ -71,7 +71,20 @@ def test_damaged_values_are_not_shown(tmp_path):
 
 
 def test_markup_and_options_in_keys_are_text(tmp_path):
-    keys = ["[red]x[/red]", "[bold]", "--json", "-o", "{0..3}.w", "*", "[0]", "a[b]", "w[0:1]", "\u202eabc", "e\u0301", ""]
+    keys = [
+        "[red]x[/red]",
+        "[bold]",
+        "--json",
+        "-o",
+        "{0..3}.w",
+        "*",
+        "[0]",
+        "a[b]",
+        "w[0:1]",
+        "\u202eabc",
+        "e\u0301",
+        "",
+    ]
     state = {key: torch.tensor([float(n)]) for n, key in enumerate(keys)}
     kinds.save_ours(tmp_path / "c", state)
     assert [one["key"] for one in call("ls", tmp_path / "c", "--json").json["keys"]] == keys

@@ -6,7 +6,6 @@ import shutil
 import pytest
 
 import torch_xla_ckpt as xc
-from support import kinds
 from support.command_line import call
 from torch_xla_ckpt.inspecting import Pruning, require_deleted
 

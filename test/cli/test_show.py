@@ -123,7 +123,7 @@ SLICES = ("::3", "1::7, 2", ":, ::5", "-3:, ::2", "4:4", "::1000", "..., -1", "-
 
 @pytest.mark.parametrize("layout", ["whole", "rows", "columns"])
 def test_slices_are_the_same_in_small_pieces(tmp_path, monkeypatch, layout):
-    """A slice that is read piece by piece, with and without the indices that a step leaves out, is what Python gives."""
+    """A slice that is read piece by piece, with and without what a step leaves out, is what Python gives."""
     whole = torch.randn(40, 36)
     kinds.save_ours(tmp_path / "a", {"w": whole})
     cut = {"whole": "-,-", "rows": "a,-", "columns": "-,a"}[layout]
@@ -178,7 +178,9 @@ def test_a_shape_that_claims_more_than_there_is_takes_no_memory(tmp_path, size):
     saved.chunks[0].sizes = torch.Size((size,))
     (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(metadata))
     for command in (("show", "w"), ("show", "w[::999999]"), ("show", "w[-1]"), ("report",)):
-        answer = call(command[0], tmp_path / "c", *command[1:], *(["-o", tmp_path / "r"] if command == ("report",) else []))
+        answer = call(
+            command[0], tmp_path / "c", *command[1:], *(["-o", tmp_path / "r"] if command == ("report",) else [])
+        )
         assert answer.status == 2 and len(answer.err.splitlines()) == 1, answer.err
     assert call("ls", tmp_path / "c").status == 0
     assert call("verify", tmp_path / "c").status in (0, 1)

@@ -69,7 +69,9 @@ def test_every_command_reaches_a_store(s3, tmp_path):
         with s3.recorded() as log:
             assert call("prune", url, "--keep", "latest:1", *options).status == 0
             assert call("convert", f"{url}/1", f"s3://{bucket.name}/d", "--dry-run", *options).status == 0
-            assert call("export", f"{url}/1", f"s3://{bucket.name}/e", "--key", "model", "--dry-run", *options).status == 0
+            assert (
+                call("export", f"{url}/1", f"s3://{bucket.name}/e", "--key", "model", "--dry-run", *options).status == 0
+            )
             assert call("report", url, "-o", tmp_path / "r.html", *options).status == 0
         assert not {"PutObject", "DeleteObject", "DeleteObjects", "CreateMultipartUpload"} & set(count(log))
 

@@ -14,8 +14,8 @@ import sys
 def main() -> None:
     """Run the command line, and end the process with its exit status."""
     try:
-        from torch_xla_ckpt.cli.program import xc
         from torch_xla_ckpt.cli.failures import print_any_character
+        from torch_xla_ckpt.cli.program import xc
     except ModuleNotFoundError as error:
         if error.name not in ("click", "rich"):
             raise

@@ -1,4 +1,4 @@
-"""The option ``-o`` of commands that draw. matplotlib is imported when something is drawn, because that takes a second."""
+"""The option ``-o`` of commands that draw. matplotlib is imported on first use, because that takes a second."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def ls(
         options = {"--all": every, "--tree": tree, "--depth": depth, "--sort": sort}
         if given := [name for name, value in options.items() if value]:
             raise click.UsageError(
-                f"{shown(path)} is a run, and {' and '.join(given)} is for the keys of a checkpoint. Name a step, as in "
+                f"{shown(path)} is a run, and {' and '.join(given)} is for keys of a checkpoint. Name a step, as in "
                 f"{shown(path.rstrip('/'))}/latest."
             )
         text = str(found)

@@ -26,7 +26,10 @@ VERSION = 1
 ANSWERS = ("ok", "same")
 """Properties of results that JSON has beside their fields."""
 _COLOURED = 2000  # lines up to which text is coloured; colouring more of them takes seconds
-_BAD = re.compile(r"\b(?:DAMAGED|NOT CHECKED|NOT DELETED|damaged|differs|would be deleted|only in [ab]|other (?:shape|dtype|type)|NaN|Inf)\b")
+_BAD = re.compile(
+    r"\b(?:DAMAGED|NOT CHECKED|NOT DELETED|damaged|differs|would be deleted|only in [ab]|other (?:shape|dtype|type)|"
+    r"NaN|Inf)\b"
+)
 _GOOD = re.compile(r"^whole\b|\bok$", re.MULTILINE)
 
 

@@ -82,8 +82,8 @@ def export(
         memory_budget: host memory in bytes for data that is being written. One tensor may exceed it. Default: 256 MiB.
         verify: check the bytes that are read against the checkpoint's checksums. Default: True.
         progress: show a progress bar on a terminal while a checkpoint is read. Needs tqdm. Default: False.
-        dry_run: write nothing, and return the report of what would be written. Only for a source that is a path. Tensors
-            that may be tied are read and compared. Default: False.
+        dry_run: write nothing, and return the report of what would be written. Only for a source that is a path.
+            Tensors that may be tied are read and compared. Default: False.
         storage_options: options of fsspec's filesystem for URLs, of the source and of ``path``. Default: none.
         process_group: a group whose backend gathers Python objects. Default: the default group, or none.
 

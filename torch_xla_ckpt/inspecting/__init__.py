@@ -5,11 +5,12 @@ torch_xla, a process group, a device, or the command line's packages. No code fr
 a question needs are read.
 
 ``opening`` finds what a path names. ``contents`` lists keys and steps, with ``folding`` and ``trees``. ``values`` shows
-one key, with ``slices``, ``selecting``, ``reading``, ``statistics``, ``objects`` and ``layouts`` (from ``shardings``). ``checking``
-finds damage, and ``diffing`` differences. ``explaining`` plans a load onto other ``meshes``,
-and into the ``targets`` that ``matching`` compares. ``reporting`` collects
-what a page shows, and ``pages`` writes it as HTML, with ``treemaps``. Two functions change files: ``pruning`` deletes
-steps of a run, and ``converting`` rewrites a checkpoint. ``text`` makes text safe for terminals.
+one key: ``slices`` are parsed, ``selecting`` and ``reading`` read them (``locating`` helps), and ``statistics``,
+``objects`` and ``layouts`` (from ``shardings``) describe them. ``checking`` finds damage, and ``diffing`` differences.
+``explaining`` plans a load onto other ``meshes``, and into the ``targets`` that ``matching`` compares. ``reporting``
+collects what a page shows, and ``pages`` writes it as HTML, with ``treemaps``. Two functions change files: ``pruning``
+deletes steps of a run, and ``converting`` rewrites a checkpoint. ``words`` describes shapes, and ``text`` is safe for
+terminals.
 """
 
 from torch_xla_ckpt.inspecting.checking import Check, Checks, check, require_checked

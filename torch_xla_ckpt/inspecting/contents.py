@@ -19,6 +19,7 @@ from torch_xla_ckpt.manager import RunFolder, RunStep, keep
 from torch_xla_ckpt.reports import format_bytes
 from torch_xla_ckpt.storage import ListedKey, PathLike
 
+
 @dataclass(frozen=True)
 class Contents:
     """The keys of a checkpoint. ``print`` shows a table in which keys that are alike share a line.
@@ -201,8 +202,8 @@ def inspect(
         return _run(found, patterns, keep)
     if keep is not None:
         raise CheckpointError(
-            f"{found.location} is one checkpoint, and a retention policy is for the steps of a run. Pass the folder that "
-            "holds the run's steps"
+            f"{found.location} is one checkpoint, and a retention policy is for the steps of a run. Pass the folder "
+            "that holds the run's steps"
         )
     return contents_of(found, patterns)
 

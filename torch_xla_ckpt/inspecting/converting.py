@@ -126,8 +126,10 @@ def _require_free(location: Location, overwrite: bool) -> None:
     if isinstance(found, RunFolder):
         raise CheckpointError(f"there is a run at {location}. Choose another path, such as {location}/NUMBER")
     if METADATA not in found.names:
-        raise CheckpointError(f"convert does not replace what is at {location}: a model of another format, or checkpoints of single ranks. "
-            "Choose another path")
+        raise CheckpointError(
+            f"convert does not replace what is at {location}: a model of another format, or checkpoints of single "
+            "ranks. Choose another path"
+        )
     if not overwrite:
         raise CheckpointError(
             f"there is a checkpoint at {location} already. Choose another path, or replace it with --overwrite"

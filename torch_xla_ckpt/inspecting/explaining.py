@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
@@ -244,8 +243,8 @@ def _warnings(
     refused = sum(one.change in ("missing", "other shape", "other type") for one in changes)
     if refused:
         notes.append(
-            f"a load with the default options would fail because of {plural(refused, 'key')}. docs/restoring.md has the "
-            "options"
+            f"a load with the default options would fail because of {plural(refused, 'key')}. docs/restoring.md has "
+            "the options"
         )
     padded = [
         key

@@ -51,8 +51,7 @@ def selected_pieces(values: Values, key: str, region: Region) -> Iterator[Piece]
     for box in _boxes(region, itemsize):
         for piece in values.pieces(key, box):
             inside = [
-                _progression(*numbers)
-                for numbers in zip(region.box.offsets, region.steps, piece.offsets, piece.sizes)
+                _progression(*numbers) for numbers in zip(region.box.offsets, region.steps, piece.offsets, piece.sizes)
             ]
             if all(first < n for (_, first), n in zip(inside, piece.sizes)):
                 elements = values.tensor(key, piece)[

@@ -91,15 +91,17 @@ def _model_of(config: bytes, location: Location) -> dict[str, Any]:
             raise ValueError(f"transformers {transformers.__version__} has no class for its architectures {names}")
         with torch.device("meta"):
             model = model_type(made)
-        dtype = getattr(made, "dtype", None) or getattr(made, "torch_dtype", None)
-        if isinstance(dtype, torch.dtype):
-            model = model.to(dtype)
+        dtype = getattr(made, "dtype", None)
+        state = model.state_dict(keep_vars=True)
+        if isinstance(dtype, torch.dtype):  # tied weights stay one tensor
+            cast = {id(one): one.to(dtype) for one in state.values() if one.is_floating_point()}
+            state = {name: cast.get(id(one), one) for name, one in state.items()}
     except Exception as error:
         raise CheckpointError(
             f"cannot build the model that {location} describes ({type(error).__name__}: {error}). Code of the "
             "configuration's authors is never run. Pass a folder with the model's weights"
         ) from error
-    return dict(model.state_dict(keep_vars=True))
+    return dict(state)
 
 
 def _placed(names: Mapping[str, Any], saved: Metadata) -> dict[Any, Any]:

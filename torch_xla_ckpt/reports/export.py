@@ -55,7 +55,9 @@ class ExportReport:
         what = f"{len(self.tensors):,} tensors, {format_bytes(total)}, to {self.path}"
         read = f"{format_bytes(self.bytes_read)} read"
         lines = [
-            f"would export {what} ({files})" if self.is_dry else f"exported {what} in {self.seconds:.2f} s ({files}, {read})"
+            f"would export {what} ({files})"
+            if self.is_dry
+            else f"exported {what} in {self.seconds:.2f} s ({files}, {read})"
         ]
         tied = [f"{name} (is {kept})" for name, kept in self.tied.items()]
         cast = [f"{name} ({a} -> {b})".replace("torch.", "") for name, (a, b) in self.cast.items()]

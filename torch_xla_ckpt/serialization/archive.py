@@ -84,7 +84,8 @@ class Archive:
         Returns:
             The names of members whose bytes do not match their CRC-32, and of members that have bytes and no CRC-32.
         """
-        misfits, unchecked = [], []
+        misfits: list[str] = []
+        unchecked: list[str] = []
         for member in self.members.values():
             crc = 0
             for start in range(member.start, member.stop, _PIECE):

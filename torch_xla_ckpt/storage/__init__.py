@@ -8,13 +8,13 @@ from torch_xla_ckpt.storage import path_lock
 from torch_xla_ckpt.storage.checkpoint_index import read_index, written_by
 from torch_xla_ckpt.storage.file_names import is_checkpoint_file
 from torch_xla_ckpt.storage.folders import open_folder
-from torch_xla_ckpt.storage.foreign import holds_checkpoint, is_file
+from torch_xla_ckpt.storage.foreign import holds_checkpoint, is_file, read_foreign
 from torch_xla_ckpt.storage.leftover_files import leftovers
 from torch_xla_ckpt.storage.limits import default_threads
 from torch_xla_ckpt.storage.listing import ListedKey, Listing, listing_of, read_listing
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, path_mismatch
 from torch_xla_ckpt.storage.manifest import Manifest
-from torch_xla_ckpt.storage.opening import open_reader, open_writer, path_of, required_path
+from torch_xla_ckpt.storage.opening import open_reader, open_writer, path_of
 from torch_xla_ckpt.storage.progress import OnProgress
 from torch_xla_ckpt.storage.read_plan import planned_bytes
 from torch_xla_ckpt.storage.reader import ReadStats, ShardReader
@@ -50,9 +50,9 @@ __all__ = [
     "path_mismatch",
     "path_of",
     "planned_bytes",
+    "read_foreign",
     "read_index",
     "read_listing",
-    "required_path",
     "verify",
     "written_by",
 ]

@@ -30,8 +30,8 @@ from torch_xla_ckpt.storage.limits import default_threads
 from torch_xla_ckpt.storage.location import Location, PathLike
 from torch_xla_ckpt.storage.progress import OnProgress, Progress
 from torch_xla_ckpt.storage.stored import Stored
-from torch_xla_ckpt.storage.verify_report import VerifyReport
 from torch_xla_ckpt.storage.verify_files import FileCheck, cannot_verify, check_archive, checks_of
+from torch_xla_ckpt.storage.verify_report import VerifyReport
 
 _RESTARTS = 10  # of a verification during which a save replaces the checkpoint
 _RANKS_OWN = re.compile(r"__(\d+)" + re.escape(METADATA))
