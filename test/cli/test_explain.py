@@ -55,9 +55,9 @@ def test_explain_against_another_model_names_every_difference(made, tmp_path):
         "model.layers.0.weight": "other shape",
         "model.layers.1.weight": "cast",
         "model.head": "missing",
-        "epoch": "unexpected",
     }
-    assert any("would fail" in warning for warning in found["warnings"])
+    assert any("would fail because of 2 keys" in warning for warning in found["warnings"])
+    assert any("does not name" in warning and "'epoch'" in warning for warning in found["warnings"])
 
 
 def test_explain_draws_a_plan(made, tmp_path):

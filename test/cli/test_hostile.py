@@ -89,7 +89,7 @@ def test_markup_and_options_in_keys_are_text(tmp_path):
     kinds.save_ours(tmp_path / "c", state)
     assert [one["key"] for one in call("ls", tmp_path / "c", "--json").json["keys"]] == keys
     listed = call("ls", tmp_path / "c", "--all")
-    assert len(listed.lines) == 3 + len(keys) and "[red]x[/red]" in listed.out and "\u202e" not in listed.out
+    assert len(listed.lines) == 4 + len(keys) and "[red]x[/red]" in listed.out and "\u202e" not in listed.out
     for n, key in enumerate(keys):
         assert call("show", "--json", "--", tmp_path / "c", key).json["values"] == [float(n)], key
         assert call("show", "-o", tmp_path / "p.png", "--", tmp_path / "c", key).status == 0, key

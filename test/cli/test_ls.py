@@ -43,7 +43,7 @@ def test_ls_tells_who_saved_what_and_when(tmp_path):
     found = call("ls", path, "--json").json
     assert (found["step"], found["user_metadata"], found["writer"]) == (7, {"note": "x"}, "torch_xla_ckpt")
     assert found["software"]["torch"] == torch.__version__
-    assert "step 7" in call("ls", path).lines[1]
+    assert "step 7" in call("ls", path).lines[2]
 
 
 def test_ls_shows_the_saved_sharding(made):
@@ -53,7 +53,7 @@ def test_ls_shows_the_saved_sharding(made):
 
 def test_ls_filters_by_globs_and_sorts(made):
     found = call("ls", made / "ours", "model.layers.*.bias", "steps", "--all", "--sort", "bytes").lines
-    assert [line.split()[-1] for line in found[3:]] == ["steps", *(f"model.layers.{n}.bias" for n in range(3))]
+    assert [line.split()[-1] for line in found[4:]] == ["steps", *(f"model.layers.{n}.bias" for n in range(3))]
     refused = call("ls", made / "ours", "modle.*")
     assert refused.status == 2 and "'modle.*'" in refused.err
 
@@ -85,11 +85,11 @@ def test_ls_of_a_run_names_damaged_and_unfinished_steps(made, tmp_path):
 def test_a_tree_has_levels_an_order_and_all_branches(made):
     whole = call("ls", made / "ours", "--tree", "--all").out
     assert all(f"  {n}  2 keys" in whole for n in range(3)) and "{0..2}" not in whole
-    tops = [line.split()[0] for line in call("ls", made / "ours", "--depth", "1").lines[2:]]
+    tops = [line.split()[0] for line in call("ls", made / "ours", "--depth", "1").lines[3:]]
     assert tops == ["model", "steps", "epoch", "config"]
-    ordered = [line.split()[0] for line in call("ls", made / "ours", "--depth", "1", "--sort", "key").lines[2:]]
+    ordered = [line.split()[0] for line in call("ls", made / "ours", "--depth", "1", "--sort", "key").lines[3:]]
     assert ordered == sorted(tops)
-    largest = [line.split()[0] for line in call("ls", made / "ours", "--depth", "1", "--sort", "bytes").lines[2:]]
+    largest = [line.split()[0] for line in call("ls", made / "ours", "--depth", "1", "--sort", "bytes").lines[3:]]
     assert largest != tops and set(largest) == set(tops)
 
 

@@ -65,7 +65,7 @@ def test_a_run_where_a_checkpoint_is_needed_names_its_steps(made):
 def test_odd_paths(tmp_path, name):
     kinds.save_ours(tmp_path / name, {"w": torch.ones(2)})
     answer = call("ls", tmp_path / name)
-    assert answer.status == 0 and len(answer.lines) == 4
+    assert answer.status == 0 and len(answer.lines) == 5
     assert call("verify", tmp_path / name).status == 0
 
 

@@ -164,12 +164,12 @@ def test_a_hole_in_the_chunks_is_an_error_and_not_left_out(tmp_path):
     (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(metadata))
     for key in ("w", "w[7:]"):
         answer = call("show", tmp_path / "c", key)
-        assert answer.status == 2 and "[8:9, 0:300000]" in answer.err, answer
+        assert answer.status == 2 and "[8:9, 0:" in answer.err and "missing" in answer.err, answer
     assert call("show", tmp_path / "c", "w[:8]").status == 0
     assert call("verify", tmp_path / "c").status == 1
 
 
-@pytest.mark.parametrize("size", [2**40, 2**62])
+@pytest.mark.parametrize("size", [2**40, 2**58])
 def test_a_shape_that_claims_more_than_there_is_takes_no_memory(tmp_path, size):
     dcp.save({"w": torch.ones(8)}, checkpoint_id=tmp_path / "c", no_dist=True)
     metadata = pickle.loads((tmp_path / "c" / ".metadata").read_bytes())

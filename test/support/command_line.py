@@ -38,7 +38,7 @@ def call(*arguments, **variables):
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     answer = Answer(result.exit_code, result.stdout, result.stderr)
-    if "--json" in arguments and answer.out:
+    if answer.out.startswith("{"):
         SCHEMA.validate(answer.json)
     return answer
 

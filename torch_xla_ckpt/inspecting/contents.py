@@ -50,22 +50,24 @@ class Contents:
     saved_by: str = ""
 
     def head(self) -> str:
-        """Return the path, and one line about the checkpoint as a whole."""
-        return f"{shown(self.path)}\n  {self.summary()}"
+        """Return the path, and two lines about the checkpoint as a whole."""
+        return "\n  ".join([shown(self.path), *self.facts()])
 
-    def summary(self) -> str:
-        """Return one line about the checkpoint as a whole."""
+    def facts(self) -> tuple[str, str]:
+        """Return one line about the checkpoint's size, and one about its origin."""
         tensors = sum(one.dtype is not None for one in self.keys)
-        facts = [
+        size = [
             plural(tensors, "tensor"),
             plural(len(self.keys) - tensors, "object"),
             format_bytes(self.nbytes),
             f"in {plural(self.files, 'file')}",
+        ]
+        origin = [
             f"by {self.writer}",
             *([f"step {self.step}"] if self.step is not None else []),
             *([self.time] if self.time else []),
         ]
-        return shown(", ".join(facts))
+        return shown(", ".join(size)), shown(", ".join(origin))
 
     def rows(self, *, every: bool = False, sort: Sort = "saved") -> list[Fold[ListedKey]]:
         """Return the lines of the table.

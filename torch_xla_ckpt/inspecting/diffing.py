@@ -237,7 +237,8 @@ def _compared(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
     if differs.dim() > 1:
         differs = differs.any(dim=1)
     try:
-        values = [_wide(one.reshape(-1)[differs]) for one in (a, b)]
+        # The bits are selected, because torch selects no elements of some dtypes.
+        values = [_wide(bits[differs].reshape(-1).view(a.dtype)) for bits in (first, second)]
     except (RuntimeError, NotImplementedError):  # torch computes nothing with some dtypes, such as float4_e2m1fn_x2
         return int(differs.sum()), math.nan
     largest = (values[0] - values[1]).abs()

@@ -148,12 +148,13 @@ def explain(
     checkpoint = open_checkpoint(path, storage_options)
     values = Values(checkpoint)
     saved = values.metadata.state_dict_metadata
-    created, changes = [], []
+    created, changes, left = [], [], []
     chosen = list(saved)
     if against is not None:
         found = matched(target_of(against, values.metadata, storage_options), values.metadata)
         created = [source for key, source in found.sources.items() if key in found.created]
-        chosen, changes = [one for key, one in found.sources.items() if key not in found.created], found.changes
+        chosen = [one for key, one in found.sources.items() if key not in found.created]
+        changes, left = found.changes, found.not_requested
     tensors = {key: one for key in chosen if isinstance(one := saved[key], TensorStorageMetadata)}
     if unused := plan.unused(list(tensors)):
         raise CheckpointError(f"no tensor matches {', '.join(map(repr, unused))}. 'xc ls PATH' lists the keys")
@@ -179,7 +180,7 @@ def explain(
             for key, one in tensors.items()
         ),
         changes=tuple(changes),
-        warnings=tuple(_warnings(plans, changes, plan, tensors)),
+        warnings=tuple(_warnings(plans, changes, left, plan, tensors)),
     )
 
 
@@ -231,7 +232,11 @@ def _reads(values: Values, key: str, boxes: Sequence[Box]) -> Sequence[ReadItem]
 
 
 def _warnings(
-    plans: Sequence[ProcessPlan], changes: Sequence[KeyChange], plan: MeshPlan, tensors: Mapping[str, Any]
+    plans: Sequence[ProcessPlan],
+    changes: Sequence[KeyChange],
+    left: Sequence[str],
+    plan: MeshPlan,
+    tensors: Mapping[str, Any],
 ) -> list[str]:
     notes = []
     most = max(plans, key=lambda one: one.bytes_read / max(one.bytes_needed, 1))
@@ -241,6 +246,11 @@ def _warnings(
             "needs parts of blocks that are cut otherwise. 'xc convert' with this mesh rewrites the checkpoint to fit"
         )
     refused = sum(one.change in ("missing", "other shape", "other type") for one in changes)
+    if left:
+        notes.append(
+            f"the target does not name the part of {plural(len(left), 'key')}, which a load leaves out: {left[0]!r}, for "
+            "one"
+        )
     if refused:
         notes.append(
             f"a load with the default options would fail because of {plural(refused, 'key')}. docs/restoring.md has "

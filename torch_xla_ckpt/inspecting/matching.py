@@ -38,11 +38,13 @@ class Matched(NamedTuple):
         sources: the saved key for each key of the target that would be loaded or created.
         created: keys that the target lacks, and that would be created.
         changes: keys that the target and the checkpoint do not share as they are.
+        not_requested: keys of the checkpoint in parts that the target does not name.
     """
 
     sources: Mapping[str, str]
     created: frozenset[str]
     changes: list[KeyChange]
+    not_requested: list[str]
 
 
 def matched(target: dict[Any, Any], metadata: Metadata) -> Matched:
@@ -60,7 +62,8 @@ def matched(target: dict[Any, Any], metadata: Metadata) -> Matched:
             changes.append(KeyChange(key, "cast", entry_words(source), _leaf_words(leaves.get(key))))
         elif outcome.status in ("created", "unexpected"):
             changes.append(KeyChange(key, cast(Change, outcome.status), entry_words(source), ""))
-    return Matched({**found.tensors, **found.objects}, frozenset(found.created), changes)
+    not_requested = [key for key, outcome in found.outcomes.items() if outcome.status == "not requested"]
+    return Matched({**found.tensors, **found.objects}, frozenset(found.created), changes, not_requested)
 
 
 def _leaf_words(leaf: Leaf | None) -> str:

@@ -62,7 +62,7 @@ def page(report: Report) -> str:
 def _contents(report: Report, contents: Contents) -> Iterator[str]:
     if report.run is not None:
         yield f"<h2>Newest whole step: {_text(contents.path)}</h2>"
-    yield f"<p>{_text(contents.summary())}</p>"
+    yield f"<p>{_text(', '.join(contents.facts()))}</p>"
     yield from _suspicious(report)
     yield "<h2>Sizes by module</h2>"
     yield _treemap(contents)
