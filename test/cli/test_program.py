@@ -72,7 +72,8 @@ def test_the_extra_is_declared():
 def test_a_reader_that_goes_away_is_no_error(tmp_path):
     kinds.save_ours(tmp_path / "c", {f"k{n}.w{n}": torch.ones(2) for n in range(20_000)})
     shell = f"{sys.executable} -m torch_xla_ckpt ls --all {tmp_path}/c | head -1; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, env=environment(), timeout=120)
+    variables = environment(PYTHONUNBUFFERED="")  # without a buffer, Python does not notice
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, env=variables, timeout=120)
     assert done.stderr == "" and done.stdout.splitlines()[0] == str(tmp_path / "c")
     assert done.stdout.splitlines()[1] == "141"  # as for every program that a closed pipe ends
 

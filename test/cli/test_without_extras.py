@@ -21,7 +21,17 @@ assert not xc.diff(ours, ours) and xc.verify(ours)
 assert not xc.diff(ours, stock, "model.*")
 assert not {"torch_xla", "click", "rich", "matplotlib"} & set(sys.modules)
 """
-WITHOUT = "import runpy, sys; sys.modules[{!r}] = None; runpy.run_module('torch_xla_ckpt', run_name='__main__')"
+WITHOUT = """
+import importlib.abc, runpy, sys
+
+class Blocked(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] == {!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+runpy.run_module("torch_xla_ckpt", run_name="__main__")
+"""
 
 
 @pytest.fixture(scope="module")

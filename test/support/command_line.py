@@ -38,7 +38,8 @@ def call(*arguments, **variables):
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     answer = Answer(result.exit_code, result.stdout, result.stderr)
-    if answer.out.startswith("{"):
+    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    if "--json" in options and answer.out:
         SCHEMA.validate(answer.json)
     return answer
 

@@ -248,8 +248,8 @@ def _warnings(
     refused = sum(one.change in ("missing", "other shape", "other type") for one in changes)
     if left:
         notes.append(
-            f"the target does not name the part of {plural(len(left), 'key')}, which a load leaves out: {left[0]!r}, for "
-            "one"
+            f"the target does not name the part of {plural(len(left), 'key')}, which a load leaves out: {left[0]!r}, "
+            "for one"
         )
     if refused:
         notes.append(
