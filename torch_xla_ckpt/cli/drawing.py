@@ -18,7 +18,8 @@ def draw(what: Layout | Explanation, path: str) -> None:
         from torch_xla_ckpt.cli import pictures
     except ModuleNotFoundError as error:
         raise CheckpointError(
-            f"drawing needs {(error.name or '').partition('.')[0]}. Install it with: pip install 'torch_xla_ckpt[cli]'. Or leave out -o"
+            f"drawing needs {(error.name or '').partition('.')[0]}. Install it with: pip install "
+            "'torch_xla_ckpt[cli]'. Or leave out -o"
         ) from error
     if isinstance(what, Layout):
         pictures.draw_layout(what, path)
