@@ -160,14 +160,15 @@ def _empty_place(state_dict: Mapping[Any, Any]) -> Any:
 
 
 def _create_all(found: Match, place: Any, saved: Mapping[str, Saved], policy: Policy) -> None:
-    """Create all tensors of a model's file in the empty dict under ``place``."""
+    """Create all values of a model's file in the empty dict under ``place``."""
     for source in saved:
         key = f"{place}.{source}"
         if not policy.asks_for(key):
             found.outcomes[source] = Outcome("not requested")
         elif policy.unexpected == "restore":
             found.created[key] = (str(place), source)
-            found.tensors[key] = source
+            kind = found.tensors if isinstance(saved[source], TensorStorageMetadata) else found.objects
+            kind[key] = source
             found.outcomes[key] = Outcome("created", source)
         else:
             found.outcomes[source] = Outcome("unexpected")
