@@ -29,6 +29,8 @@ class CheckpointJob(Job):
             )
         try:
             plan = self.processes.from_first(lambda: self._plan(source), self.doing)
+            if self.options.dry_run:
+                return self.report(plan, source.bytes_read, 0)
             with self.processes.agreed(self.doing):
                 written = self._write(source, plan)
             self.processes.from_first(self.commit, self.doing)

@@ -34,6 +34,7 @@ def export(
     memory_budget: int = 256 << 20,
     verify: bool = True,
     progress: bool = False,
+    dry_run: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> ExportReport:
@@ -61,6 +62,8 @@ def export(
         memory_budget: host memory in bytes for data that is being written. One tensor may exceed it. Default: 256 MiB.
         verify: check the bytes that are read against the checkpoint's checksums. Default: True.
         progress: show a progress bar on a terminal while a checkpoint is read. Needs tqdm. Default: False.
+        dry_run: write nothing, and return the report of what would be written. Only for a source that is a path.
+            Tensors that may be tied are read and compared. Default: False.
         storage_options: options of fsspec's filesystem for URLs: the source, ``path`` and ``config_from``. Default:
             none.
         process_group: a group whose backend gathers Python objects. Default: the default group, or none.
@@ -89,7 +92,10 @@ def export(
         config_from=config_from,
         memory_budget=memory_budget,
         storage_options=storage_options,
+        dry_run=dry_run,
     )
+    if dry_run and isinstance(source, Mapping):
+        raise ValueError("dry_run=True needs the path of a checkpoint as its source")
     processes = Processes(process_group)
     if isinstance(source, Mapping):
         return StateJob(options, processes).run(source)

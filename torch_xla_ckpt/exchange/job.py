@@ -89,7 +89,10 @@ class Job:
         file = options.location.name if options.is_file else None
         layout = layout_of(written, options.format, options.max_shard_bytes, file)
         self._target = target_of(options.location, layout, self._companions, is_file=options.is_file)
-        self._target.begin()
+        if options.dry_run:
+            self._target.require_free()
+        else:
+            self._target.begin()
         return Plan(layout, ties, objects, tuple(self._companions), self._target.parts)
 
     def streamed(self, files: Sequence[OutFile]) -> StreamedFiles:
@@ -127,5 +130,6 @@ class Job:
             copied=plan.copied,
             bytes_read=bytes_read,
             bytes_written=bytes_written,
+            is_dry=self.options.dry_run,
             seconds=time.perf_counter() - self._began,
         )

@@ -39,6 +39,13 @@ class Target(Protocol):
 
     parts: Path | None
 
+    def require_free(self) -> None:
+        """Check that the path is free. Changes nothing.
+
+        Raises:
+            CheckpointError: as ``begin``.
+        """
+
     def begin(self) -> None:
         """Check that the path is free, and create what all ranks write to.
 
@@ -112,11 +119,14 @@ class _LocalTarget(Target):
         self.parts: Path | None = None
         self._lock: int | None = None
 
+    def require_free(self) -> None:
+        _require_free(self._location, self._layout, self._small, self._is_file)
+
     def begin(self) -> None:
         self._is_new = not os.path.lexists(self._path)
         parent = self._path.parent if self._is_new or self._is_file else self._path
         part_folder.remove_leftovers(parent, self._path)
-        _require_free(self._location, self._layout, self._small, self._is_file)
+        self.require_free()
         parent.mkdir(parents=True, exist_ok=True)
         self.parts, self._lock = part_folder.create(parent, self._path)
         for out in self._layout.files:
@@ -192,8 +202,11 @@ class _RemoteTarget(Target):
         self._folder = remote_folder(location, is_file=is_file)
         self._has_begun = False
 
-    def begin(self) -> None:
+    def require_free(self) -> None:
         _require_free(self._location, self._layout, self._companions, self._is_file)
+
+    def begin(self) -> None:
+        self.require_free()
         self._has_begun = True
         self._folder.make()
         for name, data in self._companions.items():

@@ -35,6 +35,7 @@ class Options:
     config_from: Any
     memory_budget: int
     storage_options: Mapping[str, Any] | None
+    dry_run: bool = False
 
     def __post_init__(self) -> None:
         if self.format not in _FORMATS:
