@@ -241,8 +241,14 @@ class Folder(Protocol):
     def version(self, name: str) -> Version:
         """Return the current version of a file, which may be missing."""
 
-    def create(self, name: str) -> Sink:
-        """Create a file and open it for writing."""
+    def create(self, name: str, *, replaces: bool = False) -> Sink:
+        """Create a file and open it for writing.
+
+        Args:
+            name: the file's name.
+            replaces: whether there may be an older file, which stays if the new one is given up. In stores only; on
+                local disks, an older file is an error.
+        """
 
     def put(self, name: str, data: bytes) -> None:
         """Write a small file. A power failure may undo the write."""

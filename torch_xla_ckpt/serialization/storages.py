@@ -99,21 +99,12 @@ class Storages:
 
 
 class MappedStorages(Storages):
-    """Makes storages that share the archive's memory.
-
-    Attributes:
-        untyped: the storages that were made.
-    """
-
-    def __init__(self, archive: Archive):
-        super().__init__(archive)
-        self.untyped: list[torch.UntypedStorage] = []
+    """Makes storages that share the archive's memory."""
 
     def _storage(self, key: str, dtype: torch.dtype, nbytes: int) -> torch.storage.TypedStorage:
         _require(not self._swapped, "belongs to a computer with another byte order")
         data = self._bytes(key, nbytes)
         raw = torch.from_numpy(np.frombuffer(data, np.uint8)) if nbytes else torch.empty(0, dtype=torch.uint8)
-        self.untyped.append(raw.untyped_storage())
         return torch.storage.TypedStorage(wrap_storage=raw.untyped_storage(), dtype=dtype, _internal=True)
 
 

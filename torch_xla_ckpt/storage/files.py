@@ -107,7 +107,7 @@ class LocalFolder(Folder):
         except FileNotFoundError:
             return Version.none()
 
-    def create(self, name: str) -> _LocalSink:
+    def create(self, name: str, *, replaces: bool = False) -> _LocalSink:
         return _LocalSink(self._path / name, self._sync)
 
     def put(self, name: str, data: bytes) -> None:

@@ -100,8 +100,8 @@ class RemoteFolder(Folder):
         except FileNotFoundError:
             return Version.none()
 
-    def create(self, name: str) -> _RemoteSink:
-        return _RemoteSink(self._requests, name)
+    def create(self, name: str, *, replaces: bool = False) -> _RemoteSink:
+        return _RemoteSink(self._requests, name, replaces)
 
     def put(self, name: str, data: bytes) -> None:
         self._requests.call(f"write {name}", len(data), self._fs.pipe_file, self._requests.full_path(name), data)
@@ -252,11 +252,13 @@ class _RemoteSink(Sink):
     Args:
         requests: the requests to the file's folder.
         name: the file's name.
+        replaces: whether there may be an older file of this name.
     """
 
-    def __init__(self, requests: Requests, name: str):
+    def __init__(self, requests: Requests, name: str, replaces: bool):
         self._requests = requests
         self._name = name
+        self._replaces = replaces
         self._path = requests.full_path(name)
         self._owner = forks.Owner()
         self._file = requests.call(f"write {name}", 0, requests.fs.open, self._path, "wb")
@@ -281,6 +283,8 @@ class _RemoteSink(Sink):
             self._requests.call(f"give up {self._name}", 0, self._file.discard)
         with suppress(Exception):
             self._file.closed = True
+        if self._replaces:
+            return
         with suppress(Exception):
             self._requests.call(f"remove {self._name}", 0, self._requests.fs.rm_file, self._path)
 
