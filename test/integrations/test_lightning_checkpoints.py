@@ -74,13 +74,14 @@ def test_10_a_sharded_checkpoint_goes_into_another_mesh_with_other_specs(kind, t
     assert spec_of(moments["exp_avg"]) == spec_of(fresh.first.weight)
 
 
-FSDP2 = """
+# The head of programs that use Lightning's own strategy, without this package.
+MODEL_PARALLEL = """
 import sys
 import lightning as L
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
-from plain_modules import InConfigure, loader
+from plain_modules import InConfigure, Net, loader
 
 class Sharded(InConfigure):
     def configure_model(self):
@@ -88,6 +89,9 @@ class Sharded(InConfigure):
         for layer in (self.first, self.last):
             fully_shard(layer, mesh=self.device_mesh["data_parallel"])
 
+"""
+
+FSDP2 = f"""{MODEL_PARALLEL}
 strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
 trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False, enable_progress_bar=False,
                     max_epochs=1, enable_checkpointing=False)
@@ -158,20 +162,7 @@ def test_11_hooks_may_change_a_full_checkpoint(tmp_path):
     assert torch.equal(on_host(fresh)["begin.weight"], on_host(model)["first.weight"])
 
 
-STOCK = """
-import sys
-import lightning as L
-import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.distributed.fsdp import fully_shard
-from plain_modules import InConfigure, Net, loader
-
-class Sharded(InConfigure):
-    def configure_model(self):
-        super().configure_model()
-        for layer in (self.first, self.last):
-            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
-
+STOCK = f"""{MODEL_PARALLEL}
 def fit(model, epochs, **options):
     trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, max_epochs=epochs,
                         enable_checkpointing=False, **options)

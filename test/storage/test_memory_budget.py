@@ -18,8 +18,9 @@ from torch_xla_ckpt.storage import files
 pytestmark = pytest.mark.slow
 
 MEMORY = """
-import ctypes, gc, sys, threading, time
+import ctypes, gc, sys, time
 import torch, torch_xla_ckpt as xc
+from support.memory import watched
 from support.meshes import mesh, put, settle
 from torch_xla_ckpt.storage import files
 
@@ -27,26 +28,12 @@ MIB = 1 << 20
 COUNT, EACH, BUDGET = 24, 16 * MIB, 48 * MIB
 
 
-def anonymous():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon:"))
-
-
 def peak(work):
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # memory that was freed would be used first, and not be counted
-    before, most, done = anonymous(), [0], threading.Event()
-
-    def sample():
-        while not done.wait(0.0005):
-            most[0] = max(most[0], anonymous())
-
-    sampler = threading.Thread(target=sample)
-    sampler.start()
-    work()
-    done.set()
-    sampler.join()
-    return (most[0] - before) // MIB
+    with watched() as memory:
+        work()
+    return int(memory.peak)
 
 
 def state(on, spec, values):

@@ -6,14 +6,13 @@
 import gc
 import json
 import sys
-import threading
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 import torch_xla.core.xla_model as xm
 
 from support.lightning_modules import Net, loader, trainer
+from support.memory import watched
 from torch_xla_ckpt.integrations.lightning import SPMDStrategy, consolidate
 
 LAYERS, WIDTH = 16, 2048  # 16 MiB each
@@ -45,32 +44,14 @@ class DeepOnMeta(Deep):
     device_of_layers = "meta"
 
 
-def anonymous():
-    """Memory of this process in MiB, without maps of files."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon:"))
-    return int(line.split()[1]) / 1024
-
-
 @contextmanager
 def measured(name, found):
     gc.collect()
     xm.wait_device_ops()
-    start, peak, done = anonymous(), 0, threading.Event()
-
-    def sample():
-        nonlocal peak
-        while not done.wait(0.001):
-            peak = max(peak, anonymous())
-
-    sampler = threading.Thread(target=sample)
-    sampler.start()
-    try:
+    with watched() as memory:
         yield
         xm.wait_device_ops()
-    finally:
-        done.set()
-        sampler.join()
-    found[name] = peak - start
+    found[name] = memory.peak
 
 
 def main(folder):

@@ -2,7 +2,6 @@
 
 import lightning as L
 import torch
-import torch_xla.core.xla_model as xm
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, Dataset
 
@@ -144,7 +143,6 @@ def module(kind=Net, seed=0, **options):
 
 def on_host(model):
     """The module's state in host memory, read without this package."""
-    xm.wait_device_ops()
     return {
         key: assembled(value) if value.device.type == "xla" else value.detach().clone()
         for key, value in model.state_dict().items()

@@ -5,13 +5,12 @@
 
 import json
 import sys
-import threading
-from pathlib import Path
 
 import torch
 import torch_xla.core.xla_model as xm
 
 import torch_xla_ckpt as xc
+from support.memory import watched
 from support.meshes import mesh, put, settle
 
 LAYERS, WIDTH = 6, 2048  # 16 MiB each, and twice that for the moments
@@ -22,11 +21,6 @@ class Stack(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
-
-
-def anonymous():
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon:"))
-    return int(line.split()[1]) / 1024
 
 
 def save(folder):
@@ -44,22 +38,12 @@ def restore(folder):
     optimizer = torch.optim.AdamW(model.parameters())
     put(torch.zeros(8), mesh((8,)), ("a",))  # the runtime's own memory
     settle()
-    start, peak, done = anonymous(), 0, threading.Event()
-
-    def sample():
-        nonlocal peak
-        while not done.wait(0.001):
-            peak = max(peak, anonymous())
-
-    sampler = threading.Thread(target=sample)
-    sampler.start()
-    reader = xc.ShardReader(folder, memory_budget=BUDGET)
-    xc.restore(model=model, optimizer=optimizer, sharding={"*": ("a", "b")}, mesh=mesh((4, 2)), storage_reader=reader)
-    xm.wait_device_ops()
-    done.set()
-    sampler.join()
+    rule, on, reader = {"*": ("a", "b")}, mesh((4, 2)), xc.ShardReader(folder, memory_budget=BUDGET)
+    with watched() as memory:
+        xc.restore(model=model, optimizer=optimizer, sharding=rule, mesh=on, storage_reader=reader)
+        xm.wait_device_ops()
     state = 3 * LAYERS * WIDTH * WIDTH * 4 / 2**20
-    print(json.dumps({"state": state, "peak": peak - start, "remains": anonymous() - start}))
+    print(json.dumps({"state": state, "peak": memory.peak, "remains": memory.remains}))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 from torch_xla import _XLAC
 from torch_xla.debug import metrics
@@ -66,7 +67,11 @@ def on_host(state):
 
 
 def assembled(tensor):
-    """The whole of a sharded tensor, from what torch_xla's own wrapper says of its shards."""
+    """The whole of a sharded tensor, from what torch_xla's own wrapper says of its shards.
+
+    Waits for the devices: the wrapper fails while a step that computes the tensor still runs.
+    """
+    xm.wait_device_ops()
     sharded = xs.wrap_if_sharded(tensor.detach())
     if not isinstance(sharded, xs.XLAShardedTensor) or sharded.sharding_type == xs.ShardingType.REPLICATED:
         return _XLAC._xla_get_cpu_tensors([tensor.detach()])[0].clone()

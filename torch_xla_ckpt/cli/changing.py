@@ -50,16 +50,7 @@ def convert(
         return
     if specs and not mesh:
         raise click.UsageError("--spec needs --mesh.")
-    found = inspecting.convert(
-        source,
-        target,
-        mesh=mesh,
-        specs=specs,
-        overwrite=overwrite,
-        dry_run=dry_run,
-        storage_options=storage_options,
-    )
-    emit("convert", found, str(found), as_json)
+    _convert(source, target, mesh, specs, overwrite, dry_run, storage_options, as_json)
 
 
 @command("export")
@@ -90,10 +81,31 @@ def export(
     if form == "dcp":
         if key is not None or dtype is not None:
             raise click.UsageError("--key and --dtype belong to --to safetensors and --to torch.")
-        converted = inspecting.convert(source, target, dry_run=dry_run, storage_options=storage_options)
-        emit("convert", converted, str(converted), as_json)
+        _convert(source, target, None, (), False, dry_run, storage_options, as_json)
         return
     _export(source, target, form, key, dtype, dry_run, storage_options, as_json)
+
+
+def _convert(
+    source: str,
+    target: str,
+    mesh: str | None,
+    specs: Sequence[str],
+    overwrite: bool,
+    dry_run: bool,
+    storage_options: Options,
+    as_json: bool,
+) -> None:
+    found = inspecting.convert(
+        source,
+        target,
+        mesh=mesh,
+        specs=specs,
+        overwrite=overwrite,
+        dry_run=dry_run,
+        storage_options=storage_options,
+    )
+    emit("convert", found, str(found), as_json)
 
 
 def _export(

@@ -207,7 +207,8 @@ class CheckpointManager(ClosesOnExit):
             state: more of what was saved, by top-level key: modules and optimizers under any name, schedulers and
                 other ``Stateful``s, dicts, tensors. Also the options of ``torch_xla_ckpt.load``: ``missing``,
                 ``unexpected``, ``dtype``, ``shape``, ``rename``, ``only``, ``exclude``, ``placement``,
-                ``allow_types``, ``trust_pickle``.
+                ``allow_types``, ``trust_pickle``; and ``model_key`` and ``optimizer_key`` of
+                ``torch_xla_ckpt.restore``.
 
         Raises:
             TypeError: a value in ``state`` cannot be filled in place, or an option is misspelt.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -75,24 +75,25 @@ def match(
     if policy.only or policy.exclude:
         policy.require_use_of_patterns({*leaves, *saved})
     is_flat = isinstance(metadata, _dcp.FlatMetadata)
-    sources = _sources(leaves, saved, paths, policy, is_flat=is_flat)
+    renamed, moved = policy.renamed(saved)
+    sources = _sources(leaves, saved, paths, renamed, moved, policy, is_flat=is_flat)
     lacking = [key for key in leaves if key not in sources and policy.asks_for(key)]
     twins = pair_tied_keys(lacking, leaves, sources)
     found = Match()
-    _match_ranks(found, state_dict, saved, policy)
+    names = {*saved, *renamed}
+    _match_ranks(found, state_dict, names, policy)
     _match_target(found, state_dict, leaves, saved, paths, sources, twins, policy)
     place = _empty_place(state_dict) if is_flat and not sources else None
     if place is None:
-        _match_empty(found, state_dict, leaves, metadata, policy)
+        _match_empty(found, state_dict, leaves, names, policy, by_us=written_by(metadata) is not None)
         _match_unused(found, state_dict, editor, saved, paths, sources, policy)
     else:
         _create_all(found, place, saved, policy)
     return found
 
 
-def _match_ranks(found: Match, state_dict: Mapping[Any, Any], saved: Mapping[str, Saved], policy: Policy) -> None:
-    """Refuse state of single ranks that another number of ranks has saved."""
-    names = [*saved, *(policy.renamed(saved)[0])]
+def _match_ranks(found: Match, state_dict: Mapping[Any, Any], names: Collection[str], policy: Policy) -> None:
+    """Refuse state of single ranks that another number of ranks has saved. ``names`` are saved keys and new names."""
     for key, (target, checkpoint) in misfits(state_dict, names, policy.asks_for).items():
         found.mismatches.append(Mismatch(key, "ranks", target, checkpoint))
 
@@ -131,25 +132,34 @@ def _match_empty(
     found: Match,
     state_dict: Mapping[Any, Any],
     leaves: Mapping[str, Leaf],
-    metadata: Metadata,
+    names: Collection[str],
     policy: Policy,
+    *,
+    by_us: bool,
 ) -> None:
-    """Miss each empty dict in the target, such as ``{"model": {}}``, of whose name the checkpoint has nothing.
+    """Miss each empty dict at the top of the target that the checkpoint has nothing for, such as ``{"modle": {}}``.
 
-    Stock DCP saves no empty dicts. So in a checkpoint of another writer, the name of one may rightly be absent.
+    Stock DCP saves no empty dicts. So a checkpoint of another writer may rightly lack the name of one.
+
+    Args:
+        found: gets the outcomes.
+        state_dict: the target.
+        leaves: the target's values by key.
+        names: the saved keys, and the new names that ``rename`` gives them.
+        policy: what to do where the two differ.
+        by_us: whether this package wrote the checkpoint.
     """
-    filled = {str(leaf.path[0]) for leaf in leaves.values()}
-    names = {*metadata.state_dict_metadata, *policy.renamed(metadata.state_dict_metadata)[0]}
     for key in map(str, (key for key, value in state_dict.items() if _is_empty(value))):
+        is_filled = any(str(leaf.path[0]) == key for leaf in leaves.values())
         is_saved = any(name == key or name.startswith(f"{key}.") for name in names)
-        if key in filled or is_saved or not policy.asks_for(key):
+        if is_filled or is_saved or not policy.asks_for(key):
             continue
-        if written_by(metadata) is None:
+        if by_us:
+            found.outcomes[key] = Outcome("missing")
+            if policy.missing == "error":
+                found.mismatches.append(Mismatch(key, "missing", "an empty dict", "nothing"))
+        elif policy.missing != "keep":
             logger.warning("the checkpoint has nothing under %r, so nothing was loaded there", key)
-            continue
-        found.outcomes[key] = Outcome("missing")
-        if policy.missing == "error":
-            found.mismatches.append(Mismatch(key, "missing", "an empty dict", "nothing"))
 
 
 def _is_empty(value: Any) -> bool:
@@ -277,7 +287,14 @@ class _RequestedParts:
 
 
 def _sources(
-    leaves: Mapping[str, Leaf], saved: Mapping[str, Saved], paths: Mapping[str, Path], policy: Policy, *, is_flat: bool
+    leaves: Mapping[str, Leaf],
+    saved: Mapping[str, Saved],
+    paths: Mapping[str, Path],
+    renamed: Mapping[str, str],
+    moved: Collection[str],
+    policy: Policy,
+    *,
+    is_flat: bool,
 ) -> dict[str, str]:
     """Return the saved key that fills each requested target key; keys without one are left out.
 
@@ -285,10 +302,10 @@ def _sources(
         leaves: the target's values by key.
         saved: the checkpoint's values by key.
         paths: path of each saved key.
+        renamed, moved: the answer of ``policy.renamed``.
         policy: what to do where the two differ.
         is_flat: whether the checkpoint is the file of one model.
     """
-    renamed, moved = policy.renamed(saved)
     sources: dict[str, str] = {}
     unmatched = []
     for key, leaf in leaves.items():
@@ -301,7 +318,7 @@ def _sources(
         elif not _stands_for_container(leaf, paths):
             unmatched.append(key)
     if unmatched:
-        used = set(sources.values()) | moved
+        used = {*sources.values(), *moved}
         sources |= pair_wrapped_keys(unmatched, [key for key in saved if key not in used])
     if unmatched and not sources and is_flat:
         sources = pair_prefixed_keys(unmatched, [key for key in saved if key not in moved])

@@ -84,8 +84,8 @@ def restore(
         placement: a function of key, shape and dtype that returns where a tensor of the optimizer's state goes, as for
             ``load``. Where it returns None: like the parameter if that has the same shape, else replicated; a step
             count in host memory, where torch keeps it.
-        model_key: the model's key in the checkpoint. Default: "model", or the whole of a checkpoint that is nothing
-            but a model.
+        model_key: the model's key in the checkpoint. Default: "model"; or the whole of a checkpoint that is nothing
+            but a model; or the only key that has names of the model below it.
         optimizer_key: the optimizer's key in the checkpoint. Default: the key that has "param_groups".
         missing, unexpected, dtype, rename, only, exclude, allow_types, trust_pickle: see ``load``. What a module or an
             optimizer has for keys that are left out stays. A parameter on the meta device that is left out, or missing
