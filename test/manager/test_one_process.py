@@ -53,6 +53,7 @@ def test_training_loop_saves_due_steps_and_resumes_from_the_newest(tmp_path, met
             manager.restore(11, found)
 
 
+@pytest.mark.slow
 def test_whole_run_is_restored_into_a_meta_model_and_a_new_optimizer(tmp_path):
     training = Training()
     scheduler = torch.optim.lr_scheduler.StepLR(training.optim, 3)
@@ -342,6 +343,7 @@ def test_preflight_leaves_no_file(tmp_path):
     assert list((tmp_path / "a" / "b").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_run_in_an_object_store_is_saved_pruned_and_restored(tmp_path):
     with Server() as server, server.bucket("run-of-a-manager") as bucket:
         url = f"s3://{bucket.name}/run-7"
