@@ -8,12 +8,13 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from torch_xla_ckpt.exchange.bits import raw_bytes
 from torch_xla_ckpt.exchange.layout import OutFile, OutTensor
 from torch_xla_ckpt.layout import Box
-from torch_xla_ckpt.protocols import Bytes
+from torch_xla_ckpt.protocols import Bytes, Elements
 
 _CAST = 1 << 20  # elements that are cast at once
 
@@ -39,24 +40,25 @@ class LocalFiles:
         """Return the tensor of a name."""
         return self._place[name][1]
 
-    def write(self, name: str, box: Box, data: torch.Tensor) -> None:
+    def write(self, name: str, box: Box, elements: Elements) -> None:
         """Write a region of a tensor.
 
         Args:
             name: the tensor's name.
             box: the region.
-            data: the region's elements in host memory, of any dtype.
+            elements: the region's elements, in the dtype of the source.
         """
         file, tensor = self._place[name]
         descriptor = self._descriptor(file.name)
         size = tensor.dtype.itemsize
-        elements = data.contiguous().reshape(-1)
-        raw = memoryview(b"" if data.dtype != tensor.dtype else raw_bytes(elements))
+        flat = np.ascontiguousarray(elements).reshape(-1)
+        raw = flat.view(np.uint8).data
+        is_cast = tensor.saved != tensor.dtype
         done = 0
         try:
             for start, stop in runs_of(tensor.shape, box):
                 at, end = file.offsets[name] + start * size, done + stop - start
-                for part in (raw[done * size : end * size],) if raw else _cast(elements[done:end], tensor.dtype):
+                for part in _cast(flat[done:end], tensor) if is_cast else (raw[done * size : end * size],):
                     _write_all(descriptor, part, at)
                     at += len(part)
                 done = end
@@ -116,10 +118,11 @@ def runs_of(shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
         yield end
 
 
-def _cast(elements: torch.Tensor, dtype: torch.dtype) -> Iterator[Bytes]:
+def _cast(elements: Elements, tensor: OutTensor) -> Iterator[Bytes]:
     """Yield elements in another dtype, in pieces: the memory budget has no room for a copy of a large tensor."""
-    for piece in elements.split(_CAST):
-        yield raw_bytes(piece.to(dtype))
+    for start in range(0, len(elements), _CAST):
+        piece = np.require(elements[start : start + _CAST], requirements="W")
+        yield raw_bytes(torch.from_numpy(piece).view(tensor.saved).to(tensor.dtype))
 
 
 def _write_all(descriptor: int, data: Bytes, at: int) -> None:

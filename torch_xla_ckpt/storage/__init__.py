@@ -6,6 +6,7 @@ This room knows nothing of meshes and devices, and works without torch_xla. Noth
 
 from torch_xla_ckpt.storage import path_lock
 from torch_xla_ckpt.storage.checkpoint_index import read_index, written_by
+from torch_xla_ckpt.storage.chunk_bytes import as_bits
 from torch_xla_ckpt.storage.file_names import is_checkpoint_file
 from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.foreign import holds_checkpoint, is_file, read_foreign
@@ -36,6 +37,7 @@ __all__ = [
     "ShardWriter",
     "Stored",
     "VerifyReport",
+    "as_bits",
     "checksum",
     "default_threads",
     "holds_checkpoint",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import groupby
 
 from torch_xla_ckpt.protocols import Folder
 from torch_xla_ckpt.storage.progress import Progress
-from torch_xla_ckpt.storage.read_bytes import ADOPTABLE, JobReader
+from torch_xla_ckpt.storage.ranges import merged
+from torch_xla_ckpt.storage.read_bytes import JobReader
 from torch_xla_ckpt.storage.read_plan import KeyReads, ReadJob
-from torch_xla_ckpt.storage.read_target import ReadResult, ReadTarget
+from torch_xla_ckpt.storage.read_target import ADOPTABLE, ReadResult, ReadTarget
 
 
 class JobRunner:
@@ -18,7 +20,7 @@ class JobRunner:
     Args:
         folder: the checkpoint's folder.
         reader: reads the bytes of a job.
-        target: the planner that receives the results.
+        target: receives the results.
         threads: number of reading threads.
         memory_budget: host memory in bytes for what is read and not committed yet.
         progress: the progress bar.
@@ -87,8 +89,8 @@ class JobRunner:
         return freed
 
     def _forget(self, key_reads: KeyReads) -> None:
-        """Let the operating system drop the pages of a key's large items."""
-        for item in key_reads.items:
-            stored = item.stored
-            if stored.extent >= ADOPTABLE:
-                self._folder.forget(stored.relative_path, stored.offset, stored.offset + stored.extent)
+        """Let the operating system drop the pages of a key's large items. Neighbours are dropped together."""
+        large = (item.stored for item in key_reads.items if item.stored.extent >= ADOPTABLE)
+        for name, group in groupby(large, lambda stored: stored.relative_path):
+            for start, stop in merged((stored.offset, stored.offset + stored.extent) for stored in group):
+                self._folder.forget(name, start, stop)
