@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from types import EllipsisType
 
 import numpy as np
 import torch
@@ -80,8 +81,9 @@ class _Regions(ElementSink):
                 data = self._buffers.empty(box.sizes, tensor.saved)
                 self._filling[place] = data, as_bits(data)
             data, memory = self._filling[place]
-        into = tuple(slice(at, at + n) for at, n in zip(read_item.dest_offsets, read_item.lengths))
-        np.copyto(memory[(*into, ...)], elements, casting="no")  # "...": else a 0-d buffer gives a copy
+        region = (slice(at, at + n) for at, n in zip(read_item.dest_offsets, read_item.lengths))
+        into: tuple[slice | EllipsisType, ...] = (*region, ...)  # without "...", a 0-d buffer gives a copy
+        np.copyto(memory[into], elements, casting="no")
         with self._lock:
             self._pending[place] -= 1
             if self._pending[place]:
