@@ -32,7 +32,7 @@ class LocalFiles:
         self._place: Mapping[str, tuple[OutFile, OutTensor]] = {
             tensor.name: (file, tensor) for file in files for tensor in file.tensors
         }
-        self._opened: dict[str, int] = {}
+        self._opened: dict[str, _OpenFile] = {}
         self._lock = threading.Lock()
         self.bytes_written = 0
 
@@ -49,7 +49,7 @@ class LocalFiles:
             elements: the region's elements, in the dtype of the source.
         """
         file, tensor = self._place[name]
-        descriptor = self._descriptor(file.name)
+        opened = self._open(file.name)
         size = tensor.dtype.itemsize
         flat = np.ascontiguousarray(elements).reshape(-1)
         raw = flat.view(np.uint8).data
@@ -59,7 +59,7 @@ class LocalFiles:
             for start, stop in runs_of(tensor.shape, box):
                 at, end = file.offsets[name] + start * size, done + stop - start
                 for part in _cast(flat[done:end], tensor) if is_cast else (raw[done * size : end * size],):
-                    _write_all(descriptor, part, at)
+                    opened.write(part, at)
                     at += len(part)
                 done = end
         except OSError as error:
@@ -70,21 +70,43 @@ class LocalFiles:
     def close(self) -> None:
         """Put everything on stable storage, and close the files."""
         try:
-            for descriptor in self._opened.values():
-                os.fsync(descriptor)
+            for opened in self._opened.values():
+                os.fsync(opened.descriptor)
         finally:
             self.abandon()
 
     def abandon(self) -> None:
         """Close the files."""
         while self._opened:
-            os.close(self._opened.popitem()[1])
+            os.close(self._opened.popitem()[1].descriptor)
 
-    def _descriptor(self, name: str) -> int:
+    def _open(self, name: str) -> _OpenFile:
         with self._lock:
             if name not in self._opened:
-                self._opened[name] = os.open(self._folder / name, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
+                self._opened[name] = _OpenFile(os.open(self._folder / name, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0)))
             return self._opened[name]
+
+
+class _OpenFile:
+    """A file that is written by one thread at a time.
+
+    File systems let one thread at a time write to a file. The others would spin in the kernel, each on a core of its
+    own that could read and check chunks.
+
+    Args:
+        descriptor: the open file.
+    """
+
+    def __init__(self, descriptor: int):
+        self.descriptor = descriptor
+        self._lock = threading.Lock()
+
+    def write(self, data: Bytes, at: int) -> None:
+        """Write bytes at a position."""
+        with self._lock:
+            while data:
+                done = os.pwrite(self.descriptor, data, at)
+                data, at = data[done:], at + done
 
 
 def is_one_run(shape: tuple[int, ...], box: Box) -> bool:
@@ -123,9 +145,3 @@ def _cast(elements: Elements, tensor: OutTensor) -> Iterator[Bytes]:
     for start in range(0, len(elements), _CAST):
         piece = np.require(elements[start : start + _CAST], requirements="W")
         yield raw_bytes(torch.from_numpy(piece).view(tensor.saved).to(tensor.dtype))
-
-
-def _write_all(descriptor: int, data: Bytes, at: int) -> None:
-    while data:
-        done = os.pwrite(descriptor, data, at)
-        data, at = data[done:], at + done

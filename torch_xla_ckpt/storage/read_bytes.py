@@ -101,6 +101,12 @@ class JobReader:
             return Damage(stored.relative_path, end, wanted[-1][1], (item.key,), ENDS_EARLY)
         if not self._verify or stored.checksums is None:
             return None
+        if stored.blocks == 1:
+            first = stored.offset - window.start
+            if checksum(view[first : first + stored.extent]) != stored.checksums:
+                stop = stored.offset + stored.extent
+                return Damage(stored.relative_path, stored.offset, stop, (item.key,), BAD_CHECKSUM)
+            return None
         relative = [(start - stored.offset, stop - stored.offset) for start, stop in wanted]
         for number in blocks_of(relative, BLOCK):
             start, stop, expected = stored.block(number)
@@ -122,7 +128,7 @@ class JobReader:
         stored = item.stored
         if stored.data is not None:
             chunk = ChunkBytes(item, view, stored.offset + stored.data - start)
-            return _to_commit(self._target.fill(request, chunk) for request in item.requests)
+            return _to_commit([self._target.fill(request, chunk) for request in item.requests])
         data = view[stored.offset - start :][: stored.length]
         if item.saved is None:
             return [ReadResult(request, _stream(item, data)) for request in item.requests]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from itertools import groupby
 
 from torch_xla_ckpt.protocols import Folder
 from torch_xla_ckpt.storage.progress import Progress
-from torch_xla_ckpt.storage.ranges import merged
+from torch_xla_ckpt.storage.ranges import Range, merged
 from torch_xla_ckpt.storage.read_bytes import JobReader
-from torch_xla_ckpt.storage.read_plan import KeyReads, ReadJob
+from torch_xla_ckpt.storage.read_plan import ItemRead, ReadJob
 from torch_xla_ckpt.storage.read_target import ADOPTABLE, ReadResult, ReadTarget
 
 
@@ -80,17 +79,23 @@ class JobRunner:
             self._target.commit(result)
         self.bytes_read += job.bytes_read
         freed = 0
+        complete: list[ItemRead] = []
         for key_reads, item in job.items:
             self._progress.advance(item.needed_bytes)
             key_reads.uncommitted -= 1
             if not key_reads.uncommitted:
                 freed += key_reads.buffer_bytes
-                self._forget(key_reads)
+                complete += key_reads.items
+        self._forget(complete)
         return freed
 
-    def _forget(self, key_reads: KeyReads) -> None:
-        """Let the operating system drop the pages of a key's large items. Neighbours are dropped together."""
-        large = (item.stored for item in key_reads.items if item.stored.extent >= ADOPTABLE)
-        for name, group in groupby(large, lambda stored: stored.relative_path):
-            for start, stop in merged((stored.offset, stored.offset + stored.extent) for stored in group):
+    def _forget(self, items: Iterable[ItemRead]) -> None:
+        """Let the operating system drop the pages of large items. Neighbours are dropped together."""
+        by_file: dict[str, list[Range]] = {}
+        for item in items:
+            stored, extent = item.stored, item.stored.extent
+            if extent >= ADOPTABLE:
+                by_file.setdefault(stored.relative_path, []).append((stored.offset, stored.offset + extent))
+        for name, ranges in by_file.items():
+            for start, stop in merged(ranges):
                 self._folder.forget(name, start, stop)

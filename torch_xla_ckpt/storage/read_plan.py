@@ -248,7 +248,8 @@ def windows_of(
         start, stop = wanted[0][0], wanted[-1][1]
         if windows and windows[-1][0] == name and start - windows[-1][2] <= MAX_GAP:
             _, first, last, parts = windows[-1]
-            windows[-1] = name, first, max(last, stop), [*parts, *wanted]
+            parts += wanted
+            windows[-1] = name, first, max(last, stop), parts
         else:
             windows.append((name, start, stop, list(wanted)))
         numbers[number] = len(windows) - 1
