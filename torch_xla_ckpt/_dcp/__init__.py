@@ -14,10 +14,12 @@ from torch_xla_ckpt._dcp.failures import cause
 from torch_xla_ckpt._dcp.groups import default_store, is_alive, new_group
 from torch_xla_ckpt._dcp.items import (
     TensorReads,
+    Transfer,
     object_item,
     part_of,
     read_object,
     tensor_item,
+    transfers,
     untransformed,
     whole_read,
 )
@@ -47,6 +49,7 @@ __all__ = [
     "MemoryFormatEncoding",
     "StorageInfo",
     "TensorReads",
+    "Transfer",
     "box_of",
     "boxes_of",
     "cause",
@@ -71,6 +74,7 @@ __all__ = [
     "state_of",
     "storage_info",
     "tensor_item",
+    "transfers",
     "unstored",
     "untransformed",
     "whole_read",

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
 from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, ReplacedCheckpointError
+from torch_xla_ckpt.protocols import ElementSink
 from torch_xla_ckpt.runtime import without_collector
 from torch_xla_ckpt.storage.absent import no_checkpoint
 from torch_xla_ckpt.storage.checkpoint_index import CheckpointIndex, read_index, version_of
@@ -34,7 +35,7 @@ from torch_xla_ckpt.storage.progress import Progress
 from torch_xla_ckpt.storage.read_bytes import JobReader
 from torch_xla_ckpt.storage.read_jobs import JobRunner
 from torch_xla_ckpt.storage.read_plan import jobs_of, reads_by_key
-from torch_xla_ckpt.storage.read_target import ReadTarget
+from torch_xla_ckpt.storage.read_target import ElementTarget, PlannerTarget, ReadTarget
 
 logger = logging.getLogger(__name__)
 
@@ -221,14 +222,19 @@ class ShardReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        try:
-            self._read_data(plan, planner)
-        except CorruptCheckpointError as error:
-            self.require_current(error)
-            raise
+        self._read(plan.items, PlannerTarget(planner))
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
         return done
+
+    def read_elements(self, items: Sequence[ReadItem], sink: ElementSink) -> None:
+        """Read regions of tensors into a sink, without a planner.
+
+        Args:
+            items: the reads, of tensors only.
+            sink: receives the elements of each read.
+        """
+        self._read(items, ElementTarget(sink))
 
     def require_current(self, error: Exception) -> None:
         """Make sure that what looks like damage is not a replaced checkpoint.
@@ -248,9 +254,15 @@ class ShardReader(StorageReader):
             "there may be whole: load again"
         )
 
-    def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        target = ReadTarget(planner)
-        reads = reads_by_key(plan.items, self._metadata, target.sink)
+    def _read(self, items: Sequence[ReadItem], target: ReadTarget) -> None:
+        try:
+            self._run(items, target)
+        except CorruptCheckpointError as error:
+            self.require_current(error)
+            raise
+
+    def _run(self, items: Sequence[ReadItem], target: ReadTarget) -> None:
+        reads = reads_by_key(items, self._metadata, target.buffer_bytes)
         needed = sum(key_reads.needed_bytes for key_reads in reads)
         self.stats.bytes_needed += needed
         with Progress("loading", lambda: needed, self._progress) as progress:
