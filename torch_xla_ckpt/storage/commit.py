@@ -12,12 +12,14 @@ were there when it began: the saves that wrote them cannot commit any more.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+import xxhash
+
 from torch_xla_ckpt.errors import CheckpointError, ConcurrentSaveError
-from torch_xla_ckpt.protocols import Entry, Folder, Version
+from torch_xla_ckpt.protocols import Bytes, Entry, Folder, Version
 from torch_xla_ckpt.serialization import METADATA
 from torch_xla_ckpt.storage.checkpoint_index import read_index
 from torch_xla_ckpt.storage.file_errors import FileChanged
@@ -34,7 +36,8 @@ from torch_xla_ckpt.storage.file_names import (
 )
 from torch_xla_ckpt.storage.lease import Lease, ended_saves, live_saves
 from torch_xla_ckpt.storage.manifest import Manifest
-from torch_xla_ckpt.storage.seal import add_seal, sealed_save_id
+from torch_xla_ckpt.storage.pieces import joined_pieces
+from torch_xla_ckpt.storage.seal import SealedPieces, sealed_save_id
 
 logger = logging.getLogger(__name__)
 
@@ -93,14 +96,23 @@ def begin(folder: Folder, save_id: str, rank: int | None = None) -> SaveStart:
 
 
 def publish(
-    folder: Folder, manifest: Manifest, pickled: bytes, rank: int | None = None, *, start: SaveStart | None = None
+    folder: Folder,
+    save_id: str,
+    files: Mapping[str, int],
+    manifest: Iterable[Bytes],
+    pickled: Iterable[Bytes],
+    rank: int | None = None,
+    *,
+    start: SaveStart | None = None,
 ) -> None:
     """Write the manifest and commit a save whose data files are written.
 
     Args:
         folder: the checkpoint's folder.
-        manifest: the manifest.
-        pickled: DCP's metadata, pickled.
+        save_id: the id of the save.
+        files: the size in bytes of each data file, by name.
+        manifest: the bytes of the manifest, in pieces.
+        pickled: DCP's metadata, pickled, in pieces.
         rank: the rank of a save without collectives. Default: a save of all ranks.
         start: the state of the folder when the save began. Default: replace whatever is there.
 
@@ -111,27 +123,35 @@ def publish(
     if start is not None:
         start.lease.require()
         folder.settle()
-    manifest_data = manifest.to_bytes()
-    sink = folder.create(manifest_name(manifest.save_id))
-    try:
-        sink.write(manifest_data)
-        sink.close()
-    except BaseException:
-        sink.abandon()
-        raise
+    size, manifest_checksum = _write_manifest(folder, manifest_name(save_id), manifest)
     folder.flush()
-    name, temporary = metadata_name(rank), temporary_name(rank, manifest.save_id)
-    data = add_seal(pickled, manifest.save_id, manifest_data)
+    name, temporary = metadata_name(rank), temporary_name(rank, save_id)
+    data = SealedPieces(pickled, save_id, manifest_checksum)
     try:
         if start is None:
             folder.replace(name, data, temporary)
         else:
-            files = {**manifest.files, manifest_name(manifest.save_id): len(manifest_data)}
-            _replace_metadata(folder, data, temporary, files, rank, start)
+            _replace_metadata(folder, data, temporary, {**files, manifest_name(save_id): size}, rank, start)
     except FileChanged as error:
         # A request that is made again, because its answer was lost, finds what it has written itself.
-        if not folder.version(name).is_same(Version.of(data)):
+        if not data.is_at(folder.version(name).end):
             raise _lost_to_another(folder, rank) from error
+
+
+def _write_manifest(folder: Folder, name: str, pieces: Iterable[Bytes]) -> tuple[int, bytes]:
+    """Write the manifest, and return its size in bytes and its checksum."""
+    hasher, size = xxhash.xxh3_64(), 0
+    sink = folder.create(name)
+    try:
+        for piece in joined_pieces(pieces):
+            hasher.update(piece)
+            size += len(piece)
+            sink.write(piece)
+        sink.close()
+    except BaseException:
+        sink.abandon()
+        raise
+    return size, hasher.digest()
 
 
 def finish(folder: Folder, save_id: str, start: SaveStart) -> None:
@@ -214,13 +234,13 @@ def _removed(folder: Folder, names: Sequence[str]) -> set[str]:
 
 
 def _replace_metadata(
-    folder: Folder, data: bytes, temporary: str, files: Mapping[str, int], rank: int | None, start: SaveStart
+    folder: Folder, data: SealedPieces, temporary: str, files: Mapping[str, int], rank: int | None, start: SaveStart
 ) -> None:
     """Replace ``.metadata`` after the last checks: the commit.
 
     Args:
         folder: the checkpoint's folder.
-        data: the new bytes of ``.metadata``.
+        data: the new bytes of ``.metadata``, in pieces.
         temporary: the name of the temporary file.
         files: the files of the save, with their sizes in bytes.
         rank: the rank of a save without collectives.

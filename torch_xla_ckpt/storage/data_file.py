@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import xxhash
 
@@ -103,14 +103,6 @@ class DataFile:
         if self._small:
             self._sink.write(b"".join(self._small))
             self._small, self._small_bytes = [], 0
-
-
-def file_sizes(stored: Iterable[Stored]) -> dict[str, int]:
-    """Return the size in bytes of each data file, by name, given the items in it."""
-    sizes: dict[str, int] = {}
-    for item in stored:
-        sizes[item.relative_path] = max(sizes.get(item.relative_path, 0), item.offset + item.extent)
-    return sizes
 
 
 def _blocks(parts: Sequence[Bytes]) -> Iterator[list[Bytes]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from datetime import datetime
 from typing import Any
@@ -20,6 +20,7 @@ from torch_xla_ckpt.serialization import METADATA
 from torch_xla_ckpt.storage.file_errors import FileChanged
 from torch_xla_ckpt.storage.file_names import require_inside
 from torch_xla_ckpt.storage.location import Location
+from torch_xla_ckpt.storage.pieces import whole
 from torch_xla_ckpt.storage.remote_requests import ByteRange, Requests
 from torch_xla_ckpt.storage.s3 import S3Requests
 
@@ -109,12 +110,15 @@ class RemoteFolder(Folder):
     def replace(
         self,
         name: str,
-        data: bytes,
+        data: Iterable[Bytes],
         temporary: str,
         *,
         expected: Version | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
+        self._replace(name, whole(data), expected, check)
+
+    def _replace(self, name: str, data: bytes, expected: Version | None, check: Callable[[], None] | None) -> None:
         if check is not None:
             check()
         if expected is None:
