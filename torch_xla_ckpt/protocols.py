@@ -17,6 +17,7 @@ import xxhash
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 
 from torch_xla_ckpt.layout import Box, TensorLayout
+from torch_xla_ckpt.reports import RequestCounts
 
 Bytes = bytes | memoryview
 
@@ -202,6 +203,9 @@ class Folder(Protocol):
             CheckpointError: a request still runs after the time limit of one request.
         """
 
+    def counts(self) -> RequestCounts:
+        """Return the requests to the store so far; none for local disks."""
+
     def names(self) -> list[str]:
         """Return the names of all files; none if the folder does not exist."""
 
@@ -241,8 +245,14 @@ class Folder(Protocol):
     def version(self, name: str) -> Version:
         """Return the current version of a file, which may be missing."""
 
-    def create(self, name: str) -> Sink:
-        """Create a file and open it for writing."""
+    def create(self, name: str, *, unchanged: bool = False) -> Sink:
+        """Create a file and open it for writing.
+
+        Args:
+            name: the file's name.
+            unchanged: True if memory that is written stays unchanged until the file is closed, so that the folder need
+                not copy it. Default: False.
+        """
 
     def put(self, name: str, data: bytes) -> None:
         """Write a small file. A power failure may undo the write."""
