@@ -9,6 +9,7 @@ import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -205,26 +206,36 @@ class RemoteFolder(Folder):
     def view(self, windows: Sequence[Window]) -> list[memoryview]:
         for window in windows:
             require_inside(window.name)
-        # Untouched pages of an empty array cost no memory, so a window may be larger than its parts.
-        buffers = [np.empty(window.stop - window.start, dtype=np.uint8) for window in windows]
-        early: list[tuple[int, int]] = []  # windows whose file ends early, and the end in the window
+        self._requests.forget_listing()
         ranges = [
             (number, ByteRange(window.name, first, last))
             for number, window in enumerate(windows)
             for start, stop in window.parts
             for first, last in _cut(start, stop)
         ]
-        self._requests.forget_listing()
+        answers = Counter(number for number, _ in ranges)
+        # Untouched pages of an empty array cost no memory, so a window may be larger than its parts. A window that one
+        # request answers needs no array: its view is the answer.
+        arrays = [
+            None
+            if answers[number] == 1 and window.parts == ((window.start, window.stop),)
+            else np.empty(window.stop - window.start, dtype=np.uint8)
+            for number, window in enumerate(windows)
+        ]
+        views = [memoryview(b"") if array is None else array.data for array in arrays]
+        early: list[tuple[int, int]] = []  # windows whose file ends early, and the end in the window
 
         def read(number: int, wanted: ByteRange) -> None:
             data = self._requests.read_range(wanted)
-            position = wanted.start - windows[number].start
-            buffers[number][position : position + len(data)] = np.frombuffer(data, dtype=np.uint8)
+            array, position = arrays[number], wanted.start - windows[number].start
+            if array is None:
+                views[number] = memoryview(data)
+                return
+            array[position : position + len(data)] = np.frombuffer(data, dtype=np.uint8)
             if len(data) < wanted.stop - wanted.start:
                 early.append((number, position + len(data)))
 
         together([partial(read, number, wanted) for number, wanted in ranges], _RANGES_AT_ONCE)
-        views = [buffer.data for buffer in buffers]
         for number, end in early:
             views[number] = views[number][:end]
         return views
