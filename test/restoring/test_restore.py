@@ -159,7 +159,7 @@ def test_host_memory_holds_one_tensor_and_the_budget_beside_the_shards(tmp_path)
     done = subprocess.run([*program, "restore", str(tmp_path)], env=env, check=True, timeout=100, capture_output=True)
     measured = json.loads(done.stdout.splitlines()[-1])
     one_tensor, budget, program_itself = 16, 16, 32
-    assert measured["state"] == 576 <= measured["remains"] + 1
+    assert measured["state"] == 288 <= measured["remains"] + 1
     assert measured["peak"] <= measured["state"] + one_tensor + budget + program_itself, measured
 
 

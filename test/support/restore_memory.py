@@ -14,7 +14,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla_ckpt as xc
 from support.meshes import mesh, put, settle
 
-LAYERS, WIDTH = 12, 2048  # 16 MiB each, and twice that for the moments
+LAYERS, WIDTH = 6, 2048  # 16 MiB each, and twice that for the moments
 BUDGET = 16 << 20
 
 
