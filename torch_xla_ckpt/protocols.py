@@ -305,7 +305,7 @@ class Folder(Protocol):
         """
 
     def view(self, windows: Sequence[Window]) -> list[memoryview]:
-        """Return the bytes of each window; fewer where the file ends before.
+        """Return the bytes of each window; fewer where the file ends before. Some views may be read-only.
 
         Raises:
             FileNotFoundError, NotAFile, IsADirectoryError: naming the file in ``filename``.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 _MOST_THREADS = 8
-_REMOTE_THREADS = 16  # streams that together are faster than most links, with 100 MiB a second each
+_REMOTE_THREADS = 24  # streams that together are faster than most links, with 100 MiB a second each
+_ROUNDS = 4  # requests that each thread makes one after the other, if there are enough bytes
 _LEAST_BYTES, _MOST_BYTES = 8 << 20, 32 << 20  # of one request to a store
 
 
@@ -28,7 +29,7 @@ def default_threads(*, remote: bool) -> int:
     return _REMOTE_THREADS if remote else min(_MOST_THREADS, os.cpu_count() or 1)
 
 
-def request_bytes(total: int, threads: int, memory_budget: int, rounds: int) -> int:
+def request_bytes(total: int, threads: int, memory_budget: int) -> int:
     """Return the bytes to move in one request to a store, so that all threads have work until the end.
 
     A request takes a fixed time, and then as long as its bytes take. Small requests waste time on the first part, and
@@ -38,6 +39,5 @@ def request_bytes(total: int, threads: int, memory_budget: int, rounds: int) -> 
         total: all bytes to move.
         threads: the number of threads that make requests.
         memory_budget: the most bytes in memory.
-        rounds: how many requests each thread should make one after the other, if there are enough bytes.
     """
-    return min(max(_LEAST_BYTES, min(total // (rounds * threads), memory_budget // threads)), _MOST_BYTES)
+    return min(max(_LEAST_BYTES, min(total // (_ROUNDS * threads), memory_budget // threads)), _MOST_BYTES)

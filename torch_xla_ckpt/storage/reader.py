@@ -77,7 +77,7 @@ class ShardReader(StorageReader):
             unless a file is too short. Default: True.
         memory_budget: host memory in bytes for what is read and not committed yet. Default: 1 GiB. One tensor's local
             shards and the largest of its chunks may exceed the budget. Memory maps do not count.
-        threads: number of threads that read and check. Default: one for each core, at most 8; 16 for URLs.
+        threads: number of threads that read and check. Default: one for each core, at most 8; 24 for URLs.
         storage_options: options of the fsspec filesystem behind a URL, such as ``{"anon": True}`` or
             ``{"endpoint_url": ...}``. Local paths ignore them. Default: none.
         request_timeout: seconds that a remote store may take for one request, plus one second for each MiB in the
@@ -259,8 +259,7 @@ class ShardReader(StorageReader):
         needed = sum(key_reads.needed_bytes for key_reads in reads)
         self.stats.bytes_needed += needed
         threads = self._threads or default_threads(remote=self._folder.remote)
-        # More rounds than in a save: at the end, the bytes of one round are still to be checked and put on devices.
-        job_bytes = request_bytes(needed, threads, self._memory_budget, 4) if self._folder.remote else JOB_BYTES
+        job_bytes = request_bytes(needed, threads, self._memory_budget) if self._folder.remote else JOB_BYTES
         with Progress("loading", lambda: needed, self._progress) as progress:
             runner = JobRunner(
                 self._folder,

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import fsspec
 
 from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.protocols import Bytes
 from torch_xla_ckpt.reports import RequestCounts
 from torch_xla_ckpt.runtime import forks
 from torch_xla_ckpt.storage.deadline import AbandonedCalls, RequestTimeout, call_within, start
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# Azure's client takes a view for an iterable of parts.
+_ONLY_BYTES = frozenset(("abfs", "abfss", "adl", "az"))
 _RANGES_AT_ONCE = 32  # ranges of one folder that are read at the same time
 
 # Requests without a condition that put or remove ``.metadata``.
@@ -152,7 +155,14 @@ class Requests:
             time.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
 
-    def put(self, name: str, data: bytes, *, is_new: bool = False) -> None:
+    @property
+    def takes_only_bytes(self) -> bool:
+        """Whether the backend is known to refuse or to misread views of memory in the place of bytes."""
+        named = self.fs.protocol
+        protocols = {named} if isinstance(named, str) else set(named)
+        return hasattr(self.fs, "call_s3") or bool(protocols & _ONLY_BYTES)
+
+    def put(self, name: str, data: Bytes, *, is_new: bool = False) -> None:
         """Put a file.
 
         Args:
@@ -162,8 +172,16 @@ class Requests:
                 request is made a second time if the answer is late. Default: False.
         """
         path = self.full_path(name)
-        stragglers = self._writes if is_new else None
-        self.repeat(f"write {name}", len(data), lambda: self.fs.pipe_file(path, data), stragglers=stragglers)
+
+        def put() -> None:
+            try:
+                self.fs.pipe_file(path, data)
+            except (TypeError, AttributeError):
+                if isinstance(data, bytes):
+                    raise
+                self.fs.pipe_file(path, bytes(data))  # a backend that takes no views of memory
+
+        self.repeat(f"write {name}", len(data), put, stragglers=self._writes if is_new else None)
 
     def _race(self, doing: str, nbytes: int, function: Callable[[], T], stragglers: Stragglers | None) -> T:
         """Call a function. If the answer is late, call it a second time, and return the first answer."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
+import numpy as np
+
 from torch_xla_ckpt.protocols import Bytes, Sink
 from torch_xla_ckpt.runtime import forks
 from torch_xla_ckpt.storage.remote_requests import Requests
@@ -46,9 +48,19 @@ class ObjectSink(Sink):
         if self._stream is not None:
             self._stream.close()
             return
-        whole = b"".join(self._pieces)
+        whole = self._joined()
         self._pieces = []  # the memory of the pieces is free from here on
         self._requests.put(self._name, whole, is_new=True)
+
+    def _joined(self) -> Bytes:
+        if self._requests.takes_only_bytes:
+            return b"".join(self._pieces)
+        # Other threads can run while numpy copies, but not while bytes are joined.
+        whole, end = np.empty(self._size, dtype=np.uint8), 0
+        for piece in self._pieces:
+            whole[end : end + len(piece)] = np.frombuffer(piece, dtype=np.uint8)
+            end += len(piece)
+        return whole.data
 
     def abandon(self) -> None:
         self._pieces = []

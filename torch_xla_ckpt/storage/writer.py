@@ -88,7 +88,7 @@ class ShardWriter(StorageWriter):
         memory_budget: the most bytes of data that are fetched from devices and not yet written. If the local shards of
             one tensor are larger, they are fetched alone. A larger budget is rarely faster, because memory that was
             never used before costs more time than waiting. Default 256 MiB.
-        threads: the number of writing threads. Default: one for each core, at most 8; 16 for URLs. In a local folder,
+        threads: the number of writing threads. Default: one for each core, at most 8; 24 for URLs. In a local folder,
             each thread writes a data file of its own, and small items go to one more file, from the calling thread. In
             a store, data files have 8 to 32 MiB, or the size of one chunk if it is larger, so that many are put at the
             same time; with one thread there is one data file.
@@ -278,7 +278,7 @@ class ShardWriter(StorageWriter):
                 DataFiles(self._folder, info.rank, info.save_id),
                 number,
                 keep_tiny=not self._folder.remote,
-                file_bytes=request_bytes(total, number, self._memory_budget, 2) if in_objects else None,
+                file_bytes=request_bytes(total, number, self._memory_budget) if in_objects else None,
                 budget=MemoryBudget(self._memory_budget),
                 progress=progress,
                 timeline=self._phases.timeline,
