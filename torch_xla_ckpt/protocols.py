@@ -226,12 +226,12 @@ class Folder(Protocol):
         """
 
     def missing(self, files: Mapping[str, int], listed: Collection[str] | None = None) -> list[str]:
-        """Return the names of files that are not here.
+        """Return the names of files that are not here, or have another size.
 
         Args:
             files: the sizes in bytes of the files to look for, by name.
-            listed: the names of the files in a listing made just now. Default: the folder makes a listing if it needs
-                one.
+            listed: the names of the files in a listing made just now, or the listing. Default: the folder makes a
+                listing if it needs one.
         """
 
     def read(self, name: str) -> bytes:

@@ -18,6 +18,7 @@ from support.simulated_store import (
     REFUSED,
     SLOW_DOWN,
     Fault,
+    SimulatedFileSystem,
     Store,
     asks,
     count,
@@ -306,6 +307,25 @@ def test_a_missing_data_object_is_damage_and_not_asked_for_again(store):
     with store.recorded() as requests, pytest.raises(xc.CorruptCheckpointError, match=name):
         loaded(store, host_state())
     assert len([request for request in requests if request.operation == "get" and request.name == name]) <= 16
+
+
+@pytest.mark.parametrize("fault", ["refuses views of memory", "cuts what it puts"])
+def test_a_backend_that_takes_only_bytes_gets_bytes_and_a_cut_object_is_not_committed(store, monkeypatch, fault):
+    real = SimulatedFileSystem._pipe_file
+
+    async def pipe_file(filesystem, path, value, **options):
+        if fault == "refuses views of memory" and not isinstance(value, bytes):
+            raise TypeError("bytes, please")
+        await real(filesystem, path, value if isinstance(value, bytes) else value[:100], **options)
+
+    monkeypatch.setattr(SimulatedFileSystem, "_pipe_file", pipe_file)
+    if fault == "refuses views of memory":
+        save(store, host_state())
+        loaded(store, host_state())
+    else:
+        with pytest.raises(xc.CheckpointError, match="cannot be seen whole"):
+            save(store, host_state())
+        assert ".metadata" not in store.names(RUN)
 
 
 # Two programs.

@@ -262,7 +262,7 @@ def _replace_metadata(
     """
 
     def check_with_one_listing() -> None:
-        listed = folder.names()
+        listed = folder.listing()
         _require_files(folder, manifest.files, listed, start, rank)
         _require_no_other_save(folder, listed, start, rank)
 

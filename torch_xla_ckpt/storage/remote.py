@@ -104,7 +104,11 @@ class RemoteFolder(Folder):
     def missing(self, files: Mapping[str, int], listed: Collection[str] | None = None) -> list[str]:
         # One request lists all files. A listing can lag behind, so a file that it lacks is asked for by its name.
         listed = self.listing() if listed is None else listed
-        return sorted(name for name in files if name not in listed and not self._is_there(name))
+
+        def is_listed(name: str, size: int) -> bool:
+            return name in listed and (not isinstance(listed, Mapping) or listed[name].size == size)
+
+        return sorted(name for name, size in files.items() if not (is_listed(name, size) or self._has(name, size)))
 
     def read(self, name: str) -> bytes:
         return self._read(name)[0]
@@ -265,12 +269,11 @@ class RemoteFolder(Folder):
         path = self._requests.full_path(name)
         return self._requests.repeat(f"read {name}", 0, lambda: self._fs.cat_file(path)), None
 
-    def _is_there(self, name: str) -> bool:
+    def _has(self, name: str, size: int) -> bool:
         try:
-            self.size(name)
+            return self.size(name) == size
         except FileNotFoundError:
             return False
-        return True
 
     def _put_new(self, name: str, data: bytes) -> None:
         """Put a file if there is none, in one step."""
