@@ -219,6 +219,7 @@ def load(
     reader = open_reader(path, storage_reader, storage_options, verify=verify, progress=progress)
     doing = f"loading from {path_of(reader) or 'a storage reader'}"
     processes = Processes(process_group, no_dist)
+    _require_state_dict(state_dict)
     keys = sorted(state_dict)  # all ranks call ``state_dict`` of their values in the same order
     with processes.agreed(doing):
         state = _states({key: state_dict[key] for key in keys})
@@ -270,7 +271,21 @@ def _shortened(writer: dcp.StorageWriter, metadata: Metadata) -> Metadata:
 
 def _states(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return the state dict with the state of each ``Stateful`` in its place."""
+    _require_state_dict(state_dict)
     return {key: _dcp.state_of(value) for key, value in state_dict.items()}
+
+
+def _require_state_dict(state_dict: object) -> None:
+    """Refuse a state that is not a dict, such as a module.
+
+    Raises:
+        TypeError: naming what was passed, and what to pass.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"a state is a dict, not a {type(state_dict).__name__}. Nothing was done. Pass a dict with the part under "
+            'a name, such as {"model": model.state_dict()}, or {"model": model}'
+        )
 
 
 def _load_unreplaced(

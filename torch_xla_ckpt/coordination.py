@@ -74,6 +74,18 @@ class Processes:
             dist.all_gather_object(found, value, group=self.group)
         return found
 
+    def gather_on(self, rank: int, value: T, doing: str) -> list[T]:
+        """Return the values of all ranks on the rank of this number in the group, in the order of ``ranks``.
+
+        The other ranks get an empty list.
+        """
+        if self.alone:
+            return [value]
+        found: list[Any] = [None] * self.size if rank == self.rank else []
+        with self.worded(doing):
+            dist.gather_object(value, found or None, dst=self.ranks[rank], group=self.group)
+        return found
+
     def from_first(self, find: Callable[[], T], doing: str) -> T:
         """Call ``find`` on the first rank, and return its result on all ranks.
 

@@ -245,11 +245,13 @@ class Folder(Protocol):
     def version(self, name: str) -> Version:
         """Return the current version of a file, which may be missing."""
 
-    def create(self, name: str, *, unchanged: bool = False) -> Sink:
+    def create(self, name: str, *, replaces: bool = False, unchanged: bool = False) -> Sink:
         """Create a file and open it for writing.
 
         Args:
             name: the file's name.
+            replaces: whether there may be an older file, which stays if the new one is given up. In stores only; on
+                local disks, an older file is an error.
             unchanged: True if memory that is written stays unchanged until the file is closed, so that the folder need
                 not copy it. Default: False.
         """

@@ -240,46 +240,73 @@ class Models:
         ]
 
 
+def export_from_checkpoint(options: argparse.Namespace, folder: Path, warm: WarmMemory) -> None:
+    exports = Exports(tensors(options.size), folder)
+    times = in_turns(exports.from_checkpoint(), options.repeat, warm)
+    show("export from a checkpoint", times)
+    print(f"  {ratio(times, 'peer', 'ours'):.2f} times as fast as torch's writer (target: at least 3)")
+    print(f"  {ratio(times, 'ours', 'copy'):.2f} times a plain copy (target: at most 1.5)")
+    peak, largest = exports.memory()
+    print(f"  peak memory {peak >> 20} MiB: {peak / (BUDGET + largest):.2f} of budget and one tensor (at most 1)")
+
+
+def export_from_devices(options: argparse.Namespace, folder: Path, warm: WarmMemory) -> None:
+    times = in_turns(Exports(tensors(options.size), folder).from_devices(), options.repeat, warm)
+    show("export from eight devices", times)
+    print(f"  {ratio(times, 'export', 'save'):.2f} times xc.save (target: at most 1.3)")
+
+
+def import_tensors(options: argparse.Namespace, folder: Path, warm: WarmMemory) -> None:
+    host = tensors(options.size)
+    exports = Exports(host, folder)
+    xc.export(exports.checkpoint, exports.ours)
+    del exports
+    imports = Imports(host, folder)
+    times = in_turns(imports.contenders(), options.repeat, warm)
+    show("import onto eight devices", times)
+    print(f"  {ratio(times, 'our checkpoint', 'safetensors'):.2f} times as fast as our checkpoint (at least 1)")
+    print(f"  {imports.over_read:.3f} bytes read for each byte needed (at most 1.05)")
+
+
+def import_model(options: argparse.Namespace, folder: Path, warm: WarmMemory) -> None:
+    models = Models(options.size, folder)
+    times = in_turns(models.contenders(), options.repeat, warm)
+    show("a Llama onto eight devices", times)
+    print(f"  {ratio(times, 'from_pretrained, move and mark', 'restore'):.2f} times as fast (target: at least 2)")
+    for contender in models.contenders():
+        contender.prepare()
+        with Peak() as peak_of:
+            contender.run()
+        print(f"  peak memory of {contender.name}: {peak_of.anonymous >> 20} MiB, devices included")
+
+
+CASES = {
+    "export": export_from_checkpoint,
+    "live": export_from_devices,
+    "import": import_tensors,
+    "model": import_model,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"{', '.join(CASES)}; default: all")
     parser.add_argument("--size", type=size_of, default=UNITS["GiB"], help="bytes of the model; default 1GiB")
     parser.add_argument("--repeat", type=int, default=5, help="runs of each side; default 5")
     options = parser.parse_args()
+    if unknown := set(options.cases) - set(CASES):
+        parser.error(f"no such case: {', '.join(sorted(unknown))}")
     xr.use_spmd()
     os.fsync = lambda file: None  # type: ignore[assignment]  # disks differ more than programs
     warm = WarmMemory(2 * options.size)
-    with tempfile.TemporaryDirectory() as name:
-        folder, host = Path(name), tensors(options.size)
-        exports = Exports(host, folder)
-        times = in_turns(exports.from_checkpoint(), options.repeat, warm)
-        show("export from a checkpoint", times)
-        print(f"  {ratio(times, 'peer', 'ours'):.2f} times as fast as torch's writer (target: at least 3)")
-        print(f"  {ratio(times, 'ours', 'copy'):.2f} times a plain copy (target: at most 1.5)")
-        peak, largest = exports.memory()
-        print(f"  peak memory {peak >> 20} MiB: {peak / (BUDGET + largest):.2f} of budget and one tensor (at most 1)")
-        times = in_turns(exports.from_devices(), options.repeat, warm)
-        show("export from eight devices", times)
-        print(f"  {ratio(times, 'export', 'save'):.2f} times xc.save (target: at most 1.3)")
-        del exports
-        imports = Imports(host, folder)
-        times = in_turns(imports.contenders(), options.repeat, warm)
-        show("import onto eight devices", times)
-        print(f"  {ratio(times, 'our checkpoint', 'safetensors'):.2f} times as fast as our checkpoint (at least 1)")
-        print(f"  {imports.over_read:.3f} bytes read for each byte needed (at most 1.05)")
-        del imports, host
-        models = Models(options.size, folder)
-        times = in_turns(models.contenders(), options.repeat, warm)
-        show("a Llama onto eight devices", times)
-        print(f"  {ratio(times, 'from_pretrained, move and mark', 'restore'):.2f} times as fast (target: at least 2)")
-        for contender in models.contenders():
-            contender.prepare()
-            with Peak() as peak_of:
-                contender.run()
-            print(f"  peak memory of {contender.name}: {peak_of.anonymous >> 20} MiB, devices included")
+    for name in options.cases or CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            CASES[name](options, Path(folder), warm)
 
 
 def show(what: str, times: dict[str, list[float]]) -> None:
-    print(what + ": " + ", ".join(f"{name} {statistics.median(values):.3f} s" for name, values in times.items()))
+    medians = ", ".join(f"{name} {statistics.median(values):.3f} s" for name, values in times.items())
+    print(f"{what}: {medians}", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -24,7 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 import torch_xla_ckpt as xc
-from torch_xla_ckpt import inspecting
+from torch_xla_ckpt import _dcp, inspecting
+from torch_xla_ckpt.layout import Box, Shard, TensorLayout
+from torch_xla_ckpt.planner import CopyPlanner
+from torch_xla_ckpt.protocols import TensorAccess
 
 KEYS, CHUNKS = 100_000, 1_000_000
 TENSORS, ROWS, COLUMNS = 64, 1024, 4096  # 1 GiB of float32
@@ -34,14 +35,34 @@ def make_keys(path: Path, count: int) -> None:
     xc.save({f"layers.{n // 100}.block{n % 100}.weight": torch.zeros(4) for n in range(count)}, path, sync=False)
 
 
+class Cut(TensorAccess):
+    """Tensors of zeros with a chunk for each element: a million devices would be needed to save them as usual."""
+
+    def settle(self) -> None:
+        pass
+
+    def layout(self, tensor: torch.Tensor) -> TensorLayout:
+        shards = tuple(Shard(Box((n,), (1,)), "cut", n) for n in range(len(tensor)))
+        return TensorLayout(tuple(tensor.shape), tensor.dtype, shards, (1,), "", identical=True)
+
+    def fetch(self, tensor: torch.Tensor, layout: TensorLayout, part: int = 0) -> Mapping[Box, torch.Tensor]:
+        return {layout.shards[part].box: torch.zeros(1)}
+
+    def host_bytes(self, tensor: torch.Tensor, layout: TensorLayout, part: int = 0) -> int:
+        return 4
+
+    def memory(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return None
+
+    def put(self, tensor: torch.Tensor, layout: TensorLayout, shards: Mapping[Box, torch.Tensor]) -> None:
+        raise NotImplementedError
+
+
 def make_chunks(path: Path, count: int) -> None:
-    """Make a checkpoint with many chunks of few tensors: a million devices would be needed to save it as usual."""
-    side = 1 << math.ceil(math.log2(count / 10) / 2)
-    whole = {f"t{n}": torch.zeros(side, side, dtype=torch.uint8) for n in range(10)}
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        xc.save(whole, f"{folder}/whole", sync=False)
-        axes = f"a={side},b={min(side, count // 10 // side)}"
-        inspecting.convert(f"{folder}/whole", path, mesh=axes, specs=["*=a,b"])
+    state = {f"t{n}": torch.empty(count // 10, device="meta") for n in range(10)}
+    access = Cut()
+    planner = CopyPlanner({key: (key,) for key in state}, lambda tensor: access)
+    _dcp.save(state, xc.ShardWriter(path, sync=False), planner, None, True)
 
 
 def make_gigabyte(path: Path) -> None:
@@ -54,29 +75,75 @@ def measured(command: Sequence[str], repeat: int) -> tuple[float, int, str]:
     times, peak, out = [], 0, ""
     for number in range(repeat + 1):
         begun = time.perf_counter()
-        child = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True)
-        out, _ = child.communicate()
+        with tempfile.TemporaryFile("w+") as answer:
+            child = subprocess.Popen([sys.executable, *command], stdout=answer)
+            _, status, usage = os.wait4(child.pid, 0)
+            child.returncode = os.waitstatus_to_exitcode(status)
+            seconds = time.perf_counter() - begun
+            answer.seek(0)
+            out = answer.read()
         if number:
-            times.append(time.perf_counter() - begun)
+            times.append(seconds)
+            peak = max(peak, usage.ru_maxrss >> 10)
         if child.returncode not in (0, 1):
             raise SystemExit(f"{' '.join(command)} failed")
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10
     return statistics.median(times), peak, out
+
+
+FLOOR = """
+import mmap, os, sys, time
+from concurrent.futures import ThreadPoolExecutor
+import xxhash
+
+def pieces(path):
+    for name in sorted(os.listdir(path)):
+        if name.endswith(".distcp"):
+            with open(f"{path}/{name}", "rb") as file:
+                data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            yield from (data[start : start + (4 << 20)] for start in range(0, len(data), 4 << 20))
+
+def buffers(path):
+    for name in sorted(os.listdir(path)):
+        if name.endswith(".distcp"):
+            file = os.open(f"{path}/{name}", os.O_RDONLY)
+            yield from ((file, start) for start in range(0, os.fstat(file).st_size, 4 << 20))
+
+work, *paths = sys.argv[1:]
+begun = time.perf_counter()
+with ThreadPoolExecutor(os.cpu_count()) as pool:
+    for path in paths:
+        if work == "hash":
+            list(pool.map(xxhash.xxh3_64_digest, pieces(path)))
+        else:
+            list(pool.map(lambda one: len(os.pread(one[0], 4 << 20, one[1])), buffers(path)))
+print(time.perf_counter() - begun)
+"""
+"""A program that reads or hashes the data files of checkpoints on all cores, and prints the seconds."""
+
+
+def floor(work: str, *paths: Path) -> float:
+    """Return the seconds that reading ("read") or hashing ("hash") checkpoints takes without any other work."""
+    command = [sys.executable, "-c", FLOOR, work, *map(str, paths)]
+    return min(float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) for _ in range(3))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--folder", help="where the checkpoints are made and kept; default: a temporary folder")
+    parser.add_argument("--make", action="store_true", help="only make the checkpoints in the folder")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(args.folder or temporary)
         folder.mkdir(exist_ok=True)
-        run(folder, args.repeat)
+        make(folder)
+        if not args.make:
+            run(folder, args.repeat)
 
 
-def run(folder: Path, repeat: int) -> None:
-    keys, chunks, whole, copy, rows = (folder / name for name in ("keys", "chunks", "whole", "copy", "rows"))
+def make(folder: Path) -> None:
+    """Make the checkpoints that are not there yet."""
+    keys, chunks, whole, copy, rows, one = paths_in(folder)
     if not keys.exists():
         make_keys(keys, KEYS)
     if not chunks.exists():
@@ -85,21 +152,37 @@ def run(folder: Path, repeat: int) -> None:
         make_gigabyte(whole)
         make_gigabyte(copy)
         inspecting.convert(whole, rows, mesh="a=8", specs=["*=a"])
-    base, _, _ = measured(["-c", "import torch"], repeat)
-    table = Table("command", "s beyond import torch", "peak MiB so far", "bytes read", title="xc on large checkpoints")
-    table.add_row("import torch", f"{base:.2f} s in all", "", "")
-    for name, arguments in (
-        (f"ls of {KEYS:,} keys", ["ls", str(keys)]),
-        ("show of a slice of 1 GiB", ["show", str(whole), "layers.3.weight[5, :8]", "--json"]),
-        ("diff of 1 GiB, equal chunks", ["diff", str(whole), str(copy), "--json"]),
-        ("verify of 1 GiB", ["verify", str(whole)]),
-        ("diff of 1 GiB, other chunks", ["diff", str(whole), str(rows), "--json"]),
-        (f"ls of {chunks_of(chunks):,} chunks", ["ls", str(chunks)]),
+    if not one.exists():
+        xc.save({"weight": torch.randn(TENSORS * ROWS, COLUMNS)}, one, sync=False)
+
+
+def paths_in(folder: Path) -> tuple[Path, ...]:
+    return tuple(folder / name for name in ("keys", "chunks", "whole", "copy", "rows", "one"))
+
+
+def run(folder: Path, repeat: int) -> None:
+    """Run the commands, and print a table."""
+    keys, chunks, whole, copy, rows, one = paths_in(folder)
+    base, memory, _ = measured(["-c", "import torch"], repeat)
+    hashed = f"{floor('hash', whole):.2f} s for XXH3 on all cores"
+    both = f"{floor('read', whole, rows):.2f} s to read both, {floor('hash', whole, rows):.2f} s to hash them"
+    table = Table(
+        "command", "s beyond import torch", "peak MiB", "bytes read", "without xc", title="xc on large checkpoints"
+    )
+    table.add_row("import torch", f"{base:.2f} s in all", f"{memory:,}", "", "")
+    for name, without, arguments in (
+        (f"ls of {KEYS:,} keys", "", ["ls", str(keys)]),
+        (f"ls of {chunks_of(chunks):,} chunks", "", ["ls", str(chunks)]),
+        ("show of a slice of 1 GiB", "", ["show", str(one), "weight[5, :8]", "--json"]),
+        ("show of 1 GiB: all statistics", "", ["show", str(one), "weight", "--json"]),
+        ("diff of 1 GiB, equal chunks", "", ["diff", str(whole), str(copy), "--json"]),
+        ("verify of 1 GiB", hashed, ["verify", str(whole)]),
+        ("diff of 1 GiB, other chunks", both, ["diff", str(whole), str(rows), "--json"]),
     ):
         seconds, peak, out = measured(["-m", "torch_xla_ckpt", *arguments], repeat)
         read = f"{json.loads(out)['bytes_read']:,}" if "--json" in arguments else ""
-        table.add_row(name, f"{seconds - base:.2f}", f"{peak:,}", read)
-    Console(width=100).print(table)
+        table.add_row(name, f"{seconds - base:.2f}", f"{peak:,}", read, without)
+    Console(width=120).print(table)
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, {repeat} runs each")
 
 

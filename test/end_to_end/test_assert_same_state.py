@@ -197,3 +197,16 @@ def test_regions_that_this_rank_does_not_hold_are_not_passed_over(monkeypatch):
     assert "first at [3, 1]" in difference({"t": by_rows}, {"t": put(changed, mesh((8,)), ("a", None))})
     with pytest.raises(ValueError, match="t: this rank holds different regions of the two tensors"):
         assert_same_state({"t": by_rows}, {"t": put(host, mesh((8,)), (None, None))})
+
+
+def test_keys_that_python_takes_for_one_number_differ():
+    for a, b in [(1, True), (1, 1.0), (0.0, False)]:
+        with pytest.raises(AssertionError, match="only in the first"):
+            assert_same_state({a: 2}, {b: 2})
+    assert_same_state({1: 2, "1": 3}, {"1": 3, 1: 2})
+
+
+def test_a_tensor_that_cannot_be_compared_is_named_by_its_key():
+    sparse = torch.eye(3).to_sparse()
+    with pytest.raises(xc.CheckpointError, match=r"'model\.a'"):
+        assert_same_state({"model": {"a": sparse}}, {"model": {"a": sparse.clone()}})

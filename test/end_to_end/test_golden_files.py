@@ -1,6 +1,7 @@
 """Checkpoints that earlier versions and other programs wrote open, with every value, on the host and on a mesh."""
 
 import importlib.util
+import shutil
 
 import pytest
 import torch
@@ -58,6 +59,17 @@ def test_model_is_read_onto_another_mesh(name):
 def test_verify_finds_no_damage(name):
     report = xc.verify(path_of(name))
     assert report and report.files
+
+
+@pytest.mark.parametrize("name", ["ours-first-writer", "ours-hardened", "ours-recut"])
+def test_every_flipped_bit_of_our_metadata_is_found(name, tmp_path):
+    """Each form of the last line of .metadata protects all that lies before it."""
+    shutil.copytree(path_of(name), tmp_path / name)
+    file = tmp_path / name / ".metadata"
+    whole = file.read_bytes()
+    for position in (*range(0, len(whole) - 100, 97), *range(len(whole) - 100, len(whole))):
+        file.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+        assert not xc.verify(tmp_path / name), position
 
 
 @pytest.mark.parametrize("name", FOLDERS)

@@ -1,75 +1,33 @@
-"""xc.export: what is written, under which names, and that nothing looks like a model until all of it is."""
+"""xc.export: what is written, and under which names."""
 
 import json
-import logging
 import os
 import pickle
-import signal
-import threading
+import zipfile
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import torch_xla_ckpt as xc
-from support import killed_export
-from support.meshes import mesh, put, random_bits, same_bits
-from support.programs import Program
-from support.s3 import Server
+from support import exported
+from support.exported import HOST, assert_nothing_left, assert_same, live, written
+from support.meshes import random_bits, same_bits
 from torch_xla_ckpt.formats import NAMES
-
-MESH = (4, 2)
-HOST = {
-    "layers.0.weight": random_bits((300, 200), torch.float32, 1),
-    "layers.0.bias": random_bits((300,), torch.bfloat16, 2),
-    "layers.1.weight": random_bits((513, 7), torch.float16, 3),
-    "columns": random_bits((64, 4096), torch.int32, 4),
-    "cube": random_bits((6, 5, 11), torch.float32, 5),
-    "mask": random_bits((5, 3), torch.bool, 6),
-    "count": torch.tensor(7),
-    "empty": torch.empty(0, 5),
-}
-SPECS = {
-    "layers.0.weight": ("b", "a"),
-    "layers.0.bias": ("a",),
-    "layers.1.weight": ("a", "b"),
-    "columns": (None, "a"),
-    "cube": (None, "b", "a"),
-}
-
-
-def live(shape=MESH):
-    return {key: put(value, mesh(shape), SPECS.get(key)) for key, value in HOST.items()}
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("checkpoint") / "run" / "100"
-    xc.save({"model": live(), "step": 100, "optim": {"state": {0: {"m": torch.ones(3)}}, "param_groups": []}}, path)
+    xc.save(exported.state(), path)
     return path
 
 
 @pytest.fixture(params=["checkpoint", "live"])
 def source(request):
     return {"model": live(), "step": 100} if request.param == "live" else request.getfixturevalue("checkpoint")
-
-
-def written(path):
-    """All tensors in the safetensors files of a folder, as the safetensors library reads them."""
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    return {key: value for file in files for key, value in load_file(file).items()}
-
-
-def assert_same(found, expected=HOST):
-    assert found.keys() == expected.keys()
-    different = [key for key, value in expected.items() if not same_bits(found[key], value)]
-    assert not different
-
-
-def nothing_left(folder):
-    assert [name for name in os.listdir(folder) if "export" in name] == []
 
 
 def test_every_tensor_is_written_bit_by_bit(tmp_path, source):
@@ -81,7 +39,7 @@ def test_every_tensor_is_written_bit_by_bit(tmp_path, source):
     assert set(report.tensors) == set(HOST) and report.tensors["mask"] == "model.mask"
     assert report.files == {"model.safetensors": (tmp_path / "deep/model/model.safetensors").stat().st_size}
     assert report.bytes_written == sum(value.nbytes for value in HOST.values())
-    nothing_left(tmp_path / "deep")
+    assert_nothing_left(tmp_path / "deep")
 
 
 @pytest.mark.parametrize("shape", [(8, 1), (1, 8), (2, 4)])
@@ -207,6 +165,13 @@ def test_model_is_found_if_there_is_one(tmp_path):
         names(6, {"a": one, "b": one})
     with pytest.raises(xc.CheckpointError, match="no tensor to export"):
         xc.export({"step": 1}, tmp_path / "m7")
+    # DCP's tutorial saves {"app": AppState()}, and Lightning a list of optimizers.
+    assert names(8, {"app": {"model": one, "optim": optim}, "epoch": 1}) == {"w"}
+    assert names(9, {"state_dict": one, "optimizer_states": [optim], "callbacks": {"best": {"x": torch.ones(1)}}}) == {
+        "w"
+    }
+    flat = {"state.w.exp": torch.ones(2), "param_groups.w.lr": 0.1}
+    assert names(10, {"app": {"net": one, "optim": flat}}) == {"w"}
 
 
 # Sources of every kind.
@@ -239,40 +204,44 @@ def test_formats_of_others_are_exported_into_one_another(tmp_path, checkpoint):
     assert_same(written(tmp_path / "d"))
 
 
-def test_store_behind_fsspec_gets_whole_files(tmp_path, source, request):
-    root = f"memory://{id(request)}"
-    xc.export(source, f"{root}/model", max_shard_bytes=300_000)
-    xc.export(source, f"{root}/file.safetensors", memory_budget=1)
-    xc.export(source, f"{root}/file.pt", format="torch")
-    for path in ("model", "file.safetensors", "file.pt"):
-        state = {"model": {}}
-        xc.load(state, f"{root}/{path}")
-        assert_same(state["model"])
-    with pytest.raises(xc.CheckpointError, match="already has"):
-        xc.export(source, f"{root}/model")
-
-
-def test_object_store_gets_a_model_and_gives_it_back(tmp_path, source):
-    with Server() as s3, s3.bucket("models"):
-        options = s3.options
-        report = xc.export(source, "s3://models/m", max_shard_bytes=300_000, storage_options=options)
-        state = {"model": {}}
-        loaded = xc.load(state, "s3://models/m", storage_options=options)
-        assert_same(state["model"])
-        assert len(report.files) == 3 and loaded.bytes_read <= 1.05 * loaded.bytes_needed
-        assert xc.verify("s3://models/m", storage_options=options)
-        xc.export("s3://models/m", "s3://models/one.safetensors", storage_options=options)
-        xc.export("s3://models/m", "s3://models/one.pt", format="torch", storage_options=options)
-        for path in ("one.safetensors", "one.pt"):
-            state = {"model": {}}
-            xc.load(state, f"s3://models/{path}", storage_options=options)
-            assert_same(state["model"])
-
-
 def test_small_memory_budget_writes_the_same_bytes(tmp_path, source):
     xc.export(source, tmp_path / "a")
     xc.export(source, tmp_path / "b", memory_budget=1)
     assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
+
+
+def test_cast_of_a_large_tensor_is_the_cast_of_torch(tmp_path):
+    """It is cast in pieces."""
+    state = {"w": torch.randn(3, (1 << 20) + 5), "t": torch.randn(1 << 10, 1 << 11).t()}
+    xc.save({"model": state}, tmp_path / "checkpoint")
+    for number, source in enumerate((state, tmp_path / "checkpoint")):
+        report = xc.export(source, tmp_path / str(number), dtype=torch.float16)
+        assert_same(written(tmp_path / str(number)), {key: value.half() for key, value in state.items()})
+        assert report.bytes_written == sum(2 * value.numel() for value in state.values())
+
+
+def test_torch_file_is_whole_for_verify_and_for_zip_programs(tmp_path, source):
+    xc.export(source, tmp_path / "model.pt", format="torch")
+    assert xc.verify(tmp_path / "model.pt")
+    with zipfile.ZipFile(tmp_path / "model.pt") as archive:
+        assert len(archive.namelist()) > len(HOST)
+
+
+@pytest.mark.parametrize("wrapper", ["_orig_module", "_orig_mod", "module"])
+def test_configuration_of_a_wrapped_model_names_the_model(tmp_path, wrapper):
+    transformers = pytest.importorskip("transformers")
+    model = transformers.GPT2Model(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=16, n_positions=8))
+
+    class Wrapper(torch.nn.Module):
+        config = model.config
+
+    wrapped = Wrapper()
+    wrapped.add_module(wrapper, model)
+    xc.export({"model": wrapped.state_dict()}, tmp_path / "model", config_from=wrapped)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config["architectures"] == ["GPT2Model"]
+    opened = transformers.AutoModel.from_pretrained(tmp_path / "model")
+    assert_same(opened.state_dict(), model.state_dict())
 
 
 @pytest.mark.parametrize("name", ["with space", "*", "a::b", "ünï", "~x", "dot.folder"])
@@ -327,54 +296,6 @@ def test_folder_and_file_are_not_confused(tmp_path, checkpoint):
         xc.export(checkpoint, tmp_path / "file")
 
 
-@pytest.mark.parametrize("existing", [False, True], ids=["new folder", "existing folder"])
-@pytest.mark.parametrize(
-    "operation, nth",
-    [("pwrite", 1), ("pwrite", 5), ("fsync", 1), ("fsync", 4), ("rename", 1), ("link", 2), ("link", 4)],
-)
-def test_killed_export_leaves_nothing_that_looks_like_a_model(tmp_path, checkpoint, existing, operation, nth):
-    if (operation == "rename" and existing) or (operation == "link" and not existing):
-        pytest.skip("this operation is not used here")
-    folder = tmp_path / "model"
-    if existing:
-        folder.mkdir()
-        (folder / "README.md").write_text("mine")
-    options = {"max_shard_bytes": 300_000}
-    arguments = (str(checkpoint), str(folder), operation, nth, options)
-    program = Program(killed_export.run, arguments, tmp_path / "output.txt")
-    assert program.wait(100) == -signal.SIGKILL, (tmp_path / "output.txt").read_text()
-    assert not (folder / "model.safetensors.index.json").exists() and not (folder / "model.safetensors").exists()
-    if nth < 4:  # before the last link, all weights are there, and only their index is missing
-        with pytest.raises(xc.CheckpointError):
-            xc.load({"model": {}}, folder)
-    if operation == "link":  # the next export names the files that the killed one left
-        with pytest.raises(xc.CheckpointError, match="already has model-00001"):
-            xc.export(checkpoint, folder, **options)
-        for file in folder.glob("*.safetensors"):
-            file.unlink()
-    xc.export(checkpoint, folder, **options)
-    assert_same(written(folder))
-    assert [name for name in os.listdir(tmp_path) if name.endswith(".part")] == []
-    assert [name for name in os.listdir(folder) if name.endswith(".part")] == []
-
-
-def test_failed_export_removes_what_it_wrote(tmp_path, checkpoint, monkeypatch):
-    real, calls = os.pwrite, []
-
-    def full(*args):
-        calls.append(args)
-        if len(calls) > 3:
-            raise OSError(28, "No space left on device")
-        return real(*args)
-
-    monkeypatch.setattr(os, "pwrite", full)
-    for source in (checkpoint, {"model": live()}):
-        calls.clear()
-        with pytest.raises((OSError, xc.CheckpointError), match="No space left"):
-            xc.export(source, tmp_path / "model")
-        assert os.listdir(tmp_path) == []
-
-
 def test_damaged_checkpoint_is_not_exported(tmp_path):
     xc.save({"model": HOST}, tmp_path / "checkpoint")
     (file,) = [name for name in (tmp_path / "checkpoint").glob("*_0-*.distcp")][:1]
@@ -396,40 +317,6 @@ def test_incomplete_checkpoint_is_not_exported(tmp_path):
     with pytest.raises(xc.IncompleteCheckpointError, match=r"model\.w"):
         xc.export(tmp_path / "checkpoint", tmp_path / "model")
     assert not (tmp_path / "model").exists()
-
-
-@pytest.mark.parametrize("existing", [False, True], ids=["new folder", "existing folder"])
-def test_two_programs_at_once_leave_one_whole_model(tmp_path, checkpoint, existing):
-    folder = tmp_path / "model"
-    if existing:
-        folder.mkdir()
-    results = []
-
-    def work():
-        try:
-            results.append(xc.export(checkpoint, folder, max_shard_bytes=300_000))
-        except xc.CheckpointError as error:
-            results.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert any(isinstance(one, xc.ExportReport) for one in results), results
-    assert_same(written(folder))
-    nothing_left(tmp_path)
-
-
-def test_read_only_folder_is_an_error_that_leaves_nothing(tmp_path, checkpoint):
-    if os.geteuid() == 0:
-        (tmp_path / "file").touch()
-        with pytest.raises((OSError, xc.CheckpointError)):
-            xc.export(checkpoint, tmp_path / "file" / "model")
-        return
-    tmp_path.chmod(0o500)
-    with pytest.raises(OSError):
-        xc.export(checkpoint, tmp_path / "model")
 
 
 @pytest.mark.parametrize(
@@ -462,75 +349,3 @@ def test_configuration_is_copied_and_its_dtype_follows_the_cast(tmp_path, checkp
     with pytest.raises(xc.CheckpointError, match=r"has no config\.json"):
         xc.export(checkpoint, tmp_path / "other", config_from=tmp_path)
     assert not (tmp_path / "other").exists()
-
-
-# Tied weights.
-
-EMBED = random_bits((64, 32), torch.float32, 9)
-TIED = {"model.embed_tokens.weight": EMBED, "norm.weight": torch.ones(32), "lm_head.weight": EMBED.clone()}
-
-
-def test_head_with_the_bytes_of_the_embedding_is_written_once(tmp_path):
-    rows = {key: put(value, mesh(MESH), ("a", None)[: value.ndim]) for key, value in TIED.items()}
-    xc.save({"model": rows}, tmp_path / "checkpoint")
-    shared = put(EMBED, mesh(MESH), ("a", "b"))
-    sources = {
-        "saved": tmp_path / "checkpoint",
-        "equal": rows,
-        "shared": {**TIED, "model.embed_tokens.weight": shared, "lm_head.weight": shared.detach()},
-        "host": TIED,
-    }
-    for name, source in sources.items():
-        report = xc.export(source, tmp_path / name)
-        assert report.tied == {"lm_head.weight": "model.embed_tokens.weight"}, name
-        assert "is model.embed_tokens.weight" in str(report)
-        assert_same(written(tmp_path / name), {key: value for key, value in TIED.items() if "head" not in key})
-
-
-def test_equal_tensors_that_no_model_ties_are_all_written(tmp_path):
-    state = {f"experts.{n}.weight": EMBED.clone() for n in range(3)}
-    state |= {"norm1.weight": torch.ones(32), "norm2.weight": torch.ones(32), "lm_head.weight": EMBED + 1}
-    state["model.embed_tokens.weight"] = EMBED.clone()
-    xc.save(state, tmp_path / "checkpoint")
-    for number, source in enumerate((state, tmp_path / "checkpoint")):
-        assert not xc.export(source, tmp_path / str(number)).tied
-        assert_same(written(tmp_path / str(number)), state)
-
-
-def test_configuration_can_say_that_nothing_is_tied(tmp_path):
-    (tmp_path / "config.json").write_text('{"tie_word_embeddings": false}')
-    assert not xc.export(TIED, tmp_path / "model", config_from=tmp_path).tied
-    assert_same(written(tmp_path / "model"), TIED)
-
-
-def test_tie_that_training_has_broken_is_written_and_named(tmp_path, caplog):
-    """On XLA devices, model.to(device) makes two parameters of one: dropping either would lose what it learnt."""
-
-    class Model:
-        _tied_weights_keys = ("lm_head.weight",)
-        config = None
-
-    class Config:
-        tie_word_embeddings = True
-
-        def to_dict(self):
-            return {}
-
-        def to_json_string(self, use_diff):
-            return "{}"
-
-    model = Model()
-    model.config = Config()
-    state = {**TIED, "lm_head.weight": EMBED + 1}
-    with caplog.at_level(logging.WARNING):
-        report = xc.export(state, tmp_path / "model", config_from=model)
-    assert not report.tied and "the model ties lm_head.weight" in caplog.text
-    assert_same(written(tmp_path / "model"), state)
-
-
-def test_tied_weights_come_back_into_a_tied_model(tmp_path):
-    xc.export(TIED, tmp_path / "model")
-    shared = torch.zeros(64, 32)
-    target = {"model.embed_tokens.weight": shared, "norm.weight": torch.zeros(32), "lm_head.weight": shared}
-    report = xc.load(target, tmp_path / "model")
-    assert same_bits(shared, EMBED) and report.renamed == {"lm_head.weight": "model.embed_tokens.weight"}

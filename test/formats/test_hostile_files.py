@@ -4,6 +4,7 @@ import json
 import resource
 import struct
 
+import fsspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -55,6 +56,21 @@ HEADERS = {
     "a header that is nested too deep": (b"[" * 100_000, "no JSON"),
     "a header that is no UTF-8": (b'{"\xff\xff": 1}', "no JSON"),
     "a number of a million digits": (b'{"a": ' + b"9" * 1_000_000 + b"}", "no JSON"),
+    "an empty shape that torch cannot have": (
+        {"a": {**F32, "shape": [0, 1 << 62, 1 << 62], "data_offsets": [0, 0]}, "b": F32},
+        "does not have 0 bytes",
+    ),
+    "half of a surrogate pair": (b'{"\\ud800": %s}' % json.dumps(F32).encode(), "is no text"),
+    "no number": (b'{"a": {"dtype": "F32", "shape": [NaN], "data_offsets": [0, 16]}}', "outside of the file"),
+    "an offset of infinity": (
+        b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, Infinity]}}',
+        "outside of the",
+    ),
+    "an offset of a float": (
+        b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 1.6e1]}}',
+        "outside of the file",
+    ),
+    "metadata twice": (b'{"__metadata__": {"a": "b", "a": "c"}, "a": %s}' % json.dumps(F32).encode(), "occurs twice"),
     "a name twice": (b'{"a": %s, "a": %s}' % (json.dumps(F32).encode(), json.dumps(F32).encode()), "occurs twice"),
 }
 
@@ -155,6 +171,27 @@ def test_torch_file_runs_no_code(tmp_path, capsys):
 def test_torch_file_of_a_tensor_that_repeats_itself_claims_no_memory(tmp_path):
     torch.save({"a": torch.zeros(1).expand(1 << 40)}, tmp_path / "model.pt")
     refused(tmp_path / "model.pt", "repeats its elements")
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_torch_file_with_many_views_claims_no_memory(tmp_path, remote):
+    """A thousand copies of one tensor would take a thousand times the memory of the file."""
+    base = torch.zeros(1 << 10, 1 << 11)
+    for number, state in enumerate(({n: base.t() for n in range(1000)}, {n: (base, n) for n in range(1000)})):
+        torch.save(state | {"a": torch.zeros(4)}, tmp_path / f"{number}.pt")
+        path = f"{tmp_path}/{number}.pt"
+        if remote:
+            path = f"memory://{tmp_path}/{number}.pt"
+            fsspec.filesystem("memory").pipe_file(path, (tmp_path / f"{number}.pt").read_bytes())
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        refused(path, "repeats its elements")
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400 << 10
+        fsspec.filesystem("memory").store.clear()
+
+
+def test_torch_file_with_half_of_a_surrogate_pair_as_a_name_is_refused(tmp_path):
+    torch.save({"\ud800": torch.zeros(4), "a": torch.zeros(4)}, tmp_path / "model.pt")
+    refused(tmp_path / "model.pt", "is no text")
 
 
 @pytest.mark.parametrize("old", [True, False], ids=["before torch 1.6", "cut off"])

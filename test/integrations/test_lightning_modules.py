@@ -1,5 +1,6 @@
 """SPMDStrategy and modules: the lines of the list in docs/lightning.md, by number."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import torch
 import torch_xla.distributed.spmd as xs
 import torchmetrics
 
+from support import lightning_memory
 from support.lightning_modules import (
     BATCH,
     CLASSES,
@@ -68,43 +70,32 @@ def test_03_layers_built_in_setup_are_sharded(tmp_path):
     assert all(cut(param) for param in model.parameters() if param.ndim == 2)
 
 
-PEAK = """
-import resource, sys
-import torch
-from support import devices; devices.set_up()
-from support.lightning_modules import Net, trainer, loader
-import torch_xla_ckpt
-
-class Deep(Net):
-    def build(self):
-        self.layers = None
-    def configure_model(self):
-        if self.layers is None:
-            self.layers = torch.nn.ModuleList()
-            for _ in range(48):
-                self.layers.append(torch.nn.Linear(2048, 2048))  # 16 MiB
-            self.last = torch.nn.Linear(16, 8)
-    def forward(self, x):
-        return self.last(x)
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-one = trainer(sys.argv[1])
-one.validate(Net(), loader(), verbose=False)  # what starting costs
-before = peak()
-one.validate(Deep(), loader(), verbose=False)
-print("GREW", peak() - before)
-"""
+@pytest.fixture(scope="module")
+def memory(tmp_path_factory):
+    """How far memory rises in MiB, by what is done with a large module. The devices' own memory is a part of it."""
+    program = [sys.executable, "-m", "support.lightning_memory", str(tmp_path_factory.mktemp("memory"))]
+    # With a fixed threshold, the allocator returns large pieces of memory as soon as they are free.
+    allocator = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    environment = {**os.environ, **allocator, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(program, capture_output=True, text=True, env=environment)
+    assert not done.returncode, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_04_layers_of_configure_model_leave_host_memory_one_by_one(tmp_path):
-    # The devices are virtual: their 768 MiB lie in the same process. A model that was whole in host memory before it
-    # was sharded would take as much again.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", PEAK, str(tmp_path)]
-    out = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert float(out.stdout.split("GREW")[1]) < 768 + 200
+SLACK = 6 * 16  # MiB: six layers. A copy of the module in host memory would take 16
+
+
+def test_04_layers_of_configure_model_leave_host_memory_one_by_one(memory):
+    assert memory["layer by layer"] < lightning_memory.STATE + SLACK
+
+
+@pytest.mark.parametrize("what", ["initialised", "sharded", "full"])
+def test_14_a_module_on_the_meta_device_never_lies_in_host_memory_as_a_whole(what, memory):
+    assert memory[what] < lightning_memory.STATE + SLACK
+
+
+def test_12_consolidating_stays_within_the_budget(memory):
+    assert memory["consolidated"] < lightning_memory.BUDGET / 2**20 + SLACK
 
 
 def test_05_configuring_twice_shards_nothing_again(tmp_path):

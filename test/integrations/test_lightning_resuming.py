@@ -3,10 +3,12 @@
 import os
 import threading
 
+import fsspec
 import pytest
 import torch
 import torch_xla.debug.metrics as met
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -14,6 +16,7 @@ from support.lightning_modules import BATCH, Net, Noisy, Rows, StopAfter, loader
 from torch_xla_ckpt import CheckpointError
 from torch_xla_ckpt.integrations.lightning import SPMDStrategy, consolidate
 from torch_xla_ckpt.staging import AsyncSave
+from torch_xla_ckpt.storage import ShardWriter
 
 pytestmark = pytest.mark.slow
 
@@ -23,6 +26,14 @@ class Endless(IterableDataset):
 
     def __iter__(self):
         return iter(Rows())
+
+
+class Shuffled(IterableDataset):
+    """The same in another order in each epoch."""
+
+    def __iter__(self):
+        rows = Rows()
+        return (rows[int(row)] for row in torch.randperm(len(rows)))
 
 
 class Augmented(Rows):
@@ -50,7 +61,9 @@ LOADERS = {
     "shuffled by its own generator": own_generator,
     "shuffled, augmented": lambda: DataLoader(Augmented(), BATCH, shuffle=True),
     "with workers": lambda: loader(shuffle=True, num_workers=2),
+    "with workers that persist": lambda: loader(shuffle=True, num_workers=1, persistent_workers=True),
     "without a length": lambda: DataLoader(Endless(), BATCH),
+    "without a length, shuffled": lambda: DataLoader(Shuffled(), BATCH),
     "any iterable": Batches,
     "stateful": lambda: StatefulDataLoader(Rows(), BATCH, shuffle=True),
     "stateful with workers": lambda: StatefulDataLoader(Rows(), BATCH, shuffle=True, num_workers=2),
@@ -88,6 +101,33 @@ def test_22_wherever_it_stops(at, tmp_path):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize(("make", "at"), [("without a length, shuffled", 8), ("with workers that persist", 11)])
+def test_22_orders_of_the_second_epoch(make, at, tmp_path):
+    expected, found, *_ = resumed(tmp_path, LOADERS[make], at=at)
+    assert torch.equal(found, expected)
+
+
+class OwnSampler(torch.utils.data.Sampler):
+    """A sampler whose order depends on the epoch, as those of distributed training do."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 64
+
+    def __iter__(self):
+        return iter(torch.randperm(64, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+def test_22_a_sampler_that_knows_the_epoch(tmp_path):
+    expected, found, *_ = resumed(tmp_path, lambda: DataLoader(Rows(), BATCH, sampler=OwnSampler()), at=11)
+    assert torch.equal(found, expected)
+
+
 def test_22_with_max_steps(tmp_path):
     expected, found, *_ = resumed(tmp_path, LOADERS["shuffled"], first={"max_steps": 14}, at=8)
     assert torch.equal(found, expected)
@@ -108,7 +148,7 @@ def test_22_with_gradient_accumulation_and_a_batch_limit(tmp_path):
 
 def test_22_on_another_mesh_losses_agree(tmp_path):
     expected, found, *_ = resumed(
-        tmp_path, LOADERS["shuffled"], Net, {"mesh": {"fsdp": 8}}, {"mesh": {"fsdp": 4, "tensor": 2}}
+        tmp_path, LOADERS["shuffled"], Noisy, {"mesh": {"fsdp": 8}}, {"mesh": {"fsdp": 4, "tensor": 2}}
     )
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 
@@ -187,8 +227,6 @@ def test_23_the_loop_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
 
 
 def test_23_the_error_of_a_save_surfaces_at_the_next_step(tmp_path, monkeypatch):
-    from torch_xla_ckpt.storage import ShardWriter
-
     def fails(*_, **__):
         raise OSError("the disk is full")
 
@@ -200,8 +238,6 @@ def test_23_the_error_of_a_save_surfaces_at_the_next_step(tmp_path, monkeypatch)
 
 
 def test_23_a_failed_save_keeps_what_it_was_to_replace(tmp_path, monkeypatch):
-    from torch_xla_ckpt.storage import ShardWriter
-
     write, calls = ShardWriter.write_data, []
 
     def fails(*args, **options):
@@ -278,8 +314,6 @@ def test_23_slurms_checkpoint_is_committed_on_return(tmp_path, monkeypatch):
 
 
 def test_24_model_checkpoint_writes_to_urls(tmp_path):
-    import fsspec
-
     folder = f"memory://lightning/{tmp_path.name}"
     one = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=1, filename="{step}")
     trainer(tmp_path, callbacks=[one]).fit(module(), loader())
@@ -326,27 +360,69 @@ class LoggingEpochs(Net):
         return loss
 
 
+class Warming(Logging):
+    """With a learning rate that changes at each step."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 5))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
         (Net, {}),
         (Logging, {}),
         (LoggingEpochs, {}),
+        (LoggingEpochs, {"val_check_interval": 4}),
+        (Warming, {"gradient_clip_val": 0.5}),
         (Net, {"accumulate_grad_batches": 2}),
         (Net, {"precision": "bf16-mixed"}),
     ],
 )
-def test_26_one_sync_a_step_no_late_graph_and_no_fetch(kind, options, tmp_path):
+def test_26_one_sync_a_step_no_graph_after_the_second_step_and_no_fetch(kind, options, tmp_path):
+    count, validates = Count(), "val_check_interval" in options
+    one = trainer(tmp_path, callbacks=[count], max_epochs=3, num_sanity_val_steps=0, **options)
+    one.fit(module(kind), loader(), loader() if validates else None)
+    steps = [tuple(b[key] - a[key] for key in a) for a, b in zip(count.at, count.at[1:])]
+    between = {7, 15, *([3, 11, 19] if validates else [])}  # after these, an epoch ends, or an evaluation runs
+    for number, (graphs, syncs, fetches) in enumerate(steps):
+        if number not in between:
+            assert syncs == 1 and fetches == 0, (number, steps)
+            assert not graphs or number < (4 if "accumulate_grad_batches" in options else 2), (number, steps)
+    later = [graphs for number, (graphs, *_) in enumerate(steps) if number > 8]
+    assert not any(later), steps  # what ends an epoch and what evaluates is compiled once, too
+
+
+def test_26_a_logger_fetches_at_its_own_steps_only(tmp_path):
     count = Count()
-    trainer(tmp_path, callbacks=[count], max_epochs=2, **options).fit(module(kind), loader())
-    differences = [{key: b[key] - a[key] for key in a} for a, b in zip(count.at, count.at[1:])]
-    assert all(one["syncs"] == 1 for one in differences)
-    found = [tuple(one.values()) for one in differences]
-    late = found[4 if options.get("accumulate_grad_batches") else 2 :]
-    late.pop(7 - len(found))  # the epoch's end, which computes and fetches what was logged
-    if kind in (Logging, LoggingEpochs):  # Lightning's values of the first epoch are pending in the second's first step
-        assert late.pop(8 - len(found)) == (1, 1, 0)
-    assert all(graphs == 0 and fetches == 0 for graphs, _, fetches in late), str(found)
+    options = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 4}
+    trainer(tmp_path, callbacks=[count, LearningRateMonitor()], **options).fit(module(Logging), loader())
+    fetches = [b["fetches"] - a["fetches"] for a, b in zip(count.at, count.at[1:])]
+    assert [number for number, fetched in enumerate(fetches) if fetched] == [3]
+
+
+def test_26_saves_compile_one_graph_in_all(tmp_path):
+    count = Count()
+    trainer(tmp_path, callbacks=[count, every(2, tmp_path)], max_epochs=2).fit(module(), loader())
+    graphs = [b["graphs"] - a["graphs"] for a, b in zip(count.at, count.at[1:])]
+    assert not any(graphs[3:7]) and not any(graphs[9:]), graphs
+
+
+def test_26_a_step_in_which_the_optimizer_does_not_run_is_one_sync(tmp_path):
+    class Skips(Net):
+        def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+            closure() if batch_idx % 2 else super().optimizer_step(epoch, batch_idx, optimizer, closure)
+
+    class ReturnsNone(Net):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx % 2 else super().training_step(batch, batch_idx)
+
+    for kind in (Skips, ReturnsNone):
+        count = Count()
+        trainer(tmp_path, callbacks=[count]).fit(module(kind), loader())
+        assert all(b["syncs"] - a["syncs"] == 1 for a, b in zip(count.at, count.at[1:]))
 
 
 def test_26_a_step_of_two_optimizers_is_one_sync(tmp_path):

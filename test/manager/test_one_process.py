@@ -142,7 +142,7 @@ def test_metrics_metadata_and_history(tmp_path):
         assert manager.metrics(3) == {"loss": 0.5} and manager.metadata(3) == {"note": [3, "é"]}
         history = manager.history()
     assert [one.step for one in history] == [0, 1, 2, 3, 4]
-    assert history[1].metrics == {"loss": 0.3} and history[2].metrics == {}
+    assert history[1].metrics == {"loss": 0.3} and math.isnan(history[2].metrics["loss"])
     for one in history:
         assert one.nbytes > 80 and 0 < one.blocked_seconds <= one.seconds and one.mode == "host"
     assert str(history).splitlines()[0].split()[:2] == ["step", "committed"] and "loss 0.3" in str(history)
@@ -386,3 +386,45 @@ def test_two_managers_of_two_runs_do_not_affect_each_other(tmp_path):
     shutil.rmtree(tmp_path / "a")
     assert logging.getLogger("torch_xla_ckpt").level == logging.NOTSET
     warnings.resetwarnings()
+
+
+def test_metrics_that_are_not_finite_come_back_and_are_never_the_best(tmp_path):
+    given = [{"loss": math.nan, "acc": 1.0}, {"loss": math.inf}, {"loss": -math.inf}, {"loss": 3.0}]
+    with xc.CheckpointManager(tmp_path, 1) as manager:
+        for step, metrics in enumerate(given):
+            manager.save(step, state(step), metrics=metrics)
+            assert [one.step for one in manager.history()] == list(range(step + 1))  # the save just made is there
+        assert manager.best_step("loss") == 3
+        assert [str(manager.metrics(step)) for step in range(4)] == [str(metrics) for metrics in given]
+        assert str([one.metrics for one in manager.history()]) == str(given)
+
+
+@pytest.mark.parametrize("option", ["keep", "when"])
+def test_a_class_in_place_of_a_policy_is_refused_at_once(tmp_path, option):
+    with pytest.raises(TypeError, match=f"{option}= takes policies"):
+        xc.CheckpointManager(tmp_path, **{option: {"keep": xc.keep.Latest, "when": xc.when.First}[option]})
+
+
+def test_a_manager_of_a_checkpoints_own_folder_does_not_start_from_nothing(tmp_path):
+    xc.save(state(3), tmp_path / "run" / "3")
+    wrong = xc.CheckpointManager(tmp_path / "run" / "3", 1)
+    with wrong, pytest.raises(xc.CheckpointError, match="of one checkpoint, not of a run"):
+        wrong.restore_latest(state(0))
+    with xc.CheckpointManager(tmp_path / "run", 1) as manager:
+        assert manager.restore_latest(state(0)) == 3
+
+
+def test_a_model_is_found_under_its_name_or_the_name_that_is_given(tmp_path):
+    saved = torch.nn.Linear(3, 2)
+    with xc.CheckpointManager(tmp_path, 1) as manager:
+        manager.save(0, {"net": saved.state_dict(), "ema": {"step": torch.ones(1)}})
+        manager.save(1, {"net": saved.state_dict(), "ema": {"weight": torch.ones(2, 3), "bias": torch.ones(2)}})
+        fresh = torch.nn.Linear(3, 2)
+        manager.restore(0, model=fresh)
+        assert torch.equal(fresh.weight.detach().cpu(), saved.weight.detach())
+        with pytest.raises(xc.CheckpointError, match="Pass model_key="):
+            manager.restore(1, model=fresh)
+        manager.restore(1, model=fresh, model_key="ema")
+        assert fresh.weight.detach().cpu().eq(1).all()
+        with pytest.raises(TypeError, match="model_key= was given without model="):
+            manager.restore(1, state(0), model_key="ema")

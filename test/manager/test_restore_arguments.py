@@ -79,7 +79,7 @@ def test_misspelt_option_is_refused_and_the_right_one_is_named(run, name, value,
     ("name", "value", "instead"),
     [
         ("path", "elsewhere", "initial_path="),
-        ("optimizer_key", "optim", "optim=optimizer"),
+        ("no_dist", True, "torch_xla_ckpt.restore"),
         ("process_group", None, "CheckpointManager"),
         ("progress", True, "torch_xla_ckpt.restore"),
     ],

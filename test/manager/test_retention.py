@@ -137,3 +137,16 @@ def test_leftovers_of_unfinished_saves_and_deletions_are_deleted_and_nothing_els
         assert manager.all_steps() == [3, 4] and not (tmp_path / "1").exists()
         assert (tmp_path / "2" / "notes.txt").exists() and (tmp_path / "9" / "__0_0.distcp").exists()
         assert len(list((tmp_path / "2").iterdir())) > 1
+
+
+def test_nothing_is_deleted_while_no_step_has_the_metric_of_a_policy(tmp_path, caplog):
+    keep = xc.keep.Latest(1) | xc.keep.Best(1, "los")
+    with xc.CheckpointManager(tmp_path, 1, keep=keep) as manager:
+        for step, loss in enumerate([1.0, 0.5, 2.0]):
+            save_steps(manager, step, metrics={"loss": loss})
+        assert manager.all_steps() == [0, 1, 2]
+        assert caplog.text.count("no step") == 1 and "'los'" in caplog.text and "the metrics 'loss'" in caplog.text
+        assert {one.reason for one in manager.plan_retention() if one.step < 2} == {"no step has the metric 'los' yet"}
+        save_steps(manager, 3, metrics={"los": 7})
+        save_steps(manager, 4, metrics={"los": 8})
+        assert manager.all_steps() == [3, 4]

@@ -436,7 +436,14 @@ def expected(saved_tree, target):
         # Containers of the same kind on the way, or what gives way: nothing, and empty containers.
         free = all(nothing(a) or (opens(a) and type(a) is type(b)) for a, b in ways) and nothing(ways[-1][0])
         outcomes[path] = "not requested" if path[0] not in target else "created" if free else "unexpected"
+    for top, value in target.items():
+        if has_only_dicts(value) and not any(path[0] == top for path in have):
+            outcomes[top,] = "missing"
     return outcomes
+
+
+def has_only_dicts(tree):
+    return isinstance(tree, dict) and all(map(has_only_dicts, tree.values()))
 
 
 @pytest.mark.slow
@@ -459,7 +466,25 @@ def test_any_target_gets_the_values_it_requests_and_the_report_is_right(tmp_path
     for key, status in outcomes.items():
         if status in ("loaded", "created"):
             assert str(subtree(target, key)) == str(have[key])
-        elif status == "missing":
+        elif status == "missing" and key in before:
             assert str(subtree(target, key)) == str(before[key])
     known = {key[:n] for key in outcomes for n in range(len(key) + 1)}
     assert not [key for key, value in leaves(target) if key not in known and not nothing(value)]
+
+
+@pytest.mark.parametrize("target", [{"modle": {}}, {"modle": {"encoder": {}}}, {"model": {}, "modle": {}}])
+def test_an_empty_dict_of_whose_name_the_checkpoint_has_nothing_is_missing(tmp_path, target, said):
+    xc.save({"model": tensors("w"), "nothing": {}}, tmp_path)
+    with pytest.raises(xc.MismatchError, match=r"modle"):
+        xc.load(copy.deepcopy(target), tmp_path)
+    report = xc.load(target, tmp_path, missing="warn")
+    assert report.outcomes["modle"].status == "missing" and any("modle" in line for line in said())
+    xc.load({"nothing": {}, "model": {}}, tmp_path)
+    xc.load({"net": {}}, tmp_path, rename={"model.w": "net.w"})
+
+
+def test_stock_checkpoints_have_no_empty_dicts_so_their_names_may_be_absent(tmp_path, said):
+    dcp.save({"model": tensors("w"), "scaler": {}}, checkpoint_id=tmp_path, no_dist=True)
+    target = {"model": {}, "scaler": {}}
+    xc.load(target, tmp_path)
+    assert target["scaler"] == {} and target["model"].keys() == {"w"} and any("'scaler'" in line for line in said())

@@ -1,5 +1,7 @@
 """``async_save`` without a stager: one stager for the process, which reports errors and is closed at the end."""
 
+import concurrent.futures
+
 import pytest
 import torch
 
@@ -84,3 +86,14 @@ def test_a_forked_child_has_a_stager_of_its_own_and_the_end_of_the_program_waits
 @pytest.mark.slow
 def test_ranks_save_together_without_a_stager(tmp_path):
     hosts.run(2, "async_saves_without_a_stager", tmp_path)
+
+
+def test_calls_from_several_threads_save_one_after_the_other(tmp_path):
+    def save(thread):
+        return [xc.async_save({"n": (thread, n)}, tmp_path / f"{thread}-{n}") for n in range(8)]
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        handles = [handle for made in pool.map(save, range(4)) for handle in made]
+    for handle in handles:
+        handle.result(60)
+    assert all(value_of(tmp_path / f"{thread}-{n}") == (thread, n) for thread in range(4) for n in range(8))

@@ -6,9 +6,10 @@ import sys
 from dataclasses import dataclass
 
 from click.testing import CliRunner
+from jsonschema import Draft202012Validator
 
-from support.paths import environment
-from torch_xla_ckpt.cli.commands import xc
+from support.paths import ROOT, environment
+from torch_xla_ckpt.cli.program import xc
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,19 @@ class Answer:
         return self.out.splitlines()
 
 
+SCHEMA = Draft202012Validator(json.loads((ROOT / "docs" / "xc.schema.json").read_text(encoding="utf-8")))
+
+
 def call(*arguments, **variables):
-    """Run a command in this process."""
+    """Run a command in this process. Its JSON must be what the documented schema says."""
     result = CliRunner().invoke(xc, [str(one) for one in arguments], env=variables, prog_name="xc")
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
-    return Answer(result.exit_code, result.stdout, result.stderr)
+    answer = Answer(result.exit_code, result.stdout, result.stderr)
+    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    if "--json" in options and answer.out:
+        SCHEMA.validate(answer.json)
+    return answer
 
 
 def start(*arguments, python=sys.executable, text=True, **variables):

@@ -73,9 +73,21 @@ def save_safetensors(path):
     (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
+def save_safetensors_file(path):
+    """One safetensors file."""
+    save_file({key: leaf.value for key, leaf in flatten(host_state()).items() if leaf.is_tensor}, path)
+
+
 def save_torch(path):
     """One file of ``torch.save``."""
     torch.save(host_state(), path)
+
+
+def save_lightning_file(path):
+    """The dict in a ``.ckpt`` file of Lightning. test_lightning.py has files that a Trainer wrote."""
+    state = flatten(host_state()["model"])
+    rest = {"epoch": 3, "global_step": 30, "pytorch-lightning_version": "2.6.0", "callbacks": {}, "loops": {"fit": {}}}
+    torch.save({**rest, "state_dict": {key: leaf.value for key, leaf in state.items()}}, path)
 
 
 CHECKPOINTS = {
@@ -83,9 +95,16 @@ CHECKPOINTS = {
     "stock": save_stock,
     "torch_xla": save_torch_xla,
     "lightning": save_lightning,
+    "lightning-file": save_lightning_file,
     "safetensors": save_safetensors,
+    "safetensors-file": save_safetensors_file,
     "torch": save_torch,
 }
+
+
+def keys_of(kind):
+    """Return the keys of the layers in a checkpoint of a kind."""
+    return [key.replace("model.", "state_dict.") for key in KEYS] if kind.startswith("lightning") else KEYS
 
 
 def save_run(path, steps=(10, 20, 30)):

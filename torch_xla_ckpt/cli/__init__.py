@@ -14,13 +14,14 @@ import sys
 def main() -> None:
     """Run the command line, and end the process with its exit status."""
     try:
-        from torch_xla_ckpt.cli.commands import xc
         from torch_xla_ckpt.cli.failures import print_any_character
+        from torch_xla_ckpt.cli.program import xc
     except ModuleNotFoundError as error:
-        if error.name not in ("click", "rich"):
+        package = (error.name or "").partition(".")[0]
+        if package not in ("click", "rich"):
             raise
         print(
-            f"xc: the command line needs {error.name}. Install it with: pip install 'torch_xla_ckpt[cli]'. In Python, "
+            f"xc: the command line needs {package}. Install it with: pip install 'torch_xla_ckpt[cli]'. In Python, "
             "torch_xla_ckpt.inspect, diff, explain and verify work without it",
             file=sys.stderr,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -17,16 +17,20 @@ _VALUE = re.compile(r'true|false|null|-?\d{1,15}|[{\["].*', re.DOTALL)
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([hd])")
 
 
-def command(group: click.Group, name: str) -> Callable[[Callable[..., bool | None]], click.Command]:
-    """Register a function as a command with the shared options ``--storage-option``, ``--json`` and ``--debug``."""
+Options = Mapping[str, Any] | None
+"""Options of the fsspec filesystem behind a URL."""
 
-    def register(function: Callable[..., bool | None]) -> click.Command:
+
+def command(name: str) -> Callable[[Callable[..., bool | None]], click.Command]:
+    """Make a command of a function, with the shared options ``--storage-option``, ``--json`` and ``--debug``."""
+
+    def made(function: Callable[..., bool | None]) -> click.Command:
         run: Callable[..., None] = failing_in_one_line(function)
         for option in _SHARED:
             run = option(run)
-        return group.command(name)(run)
+        return click.command(name)(run)
 
-    return register
+    return made
 
 
 def _storage_options(context: click.Context, parameter: click.Parameter, pairs: Sequence[str]) -> dict[str, Any] | None:

@@ -23,8 +23,13 @@ from torch_xla_ckpt.storage import OnProgress
 
 VERSION = 1
 """Version of the JSON. It changes if a field is renamed, removed, or changes its meaning."""
+ANSWERS = ("ok", "same")
+"""Properties of results that JSON has beside their fields."""
 _COLOURED = 2000  # lines up to which text is coloured; colouring more of them takes seconds
-_BAD = re.compile(r"\b(?:DAMAGED|damaged|differs|would be deleted|only in [ab]|other (?:shape|dtype|type)|NaN|Inf)\b")
+_BAD = re.compile(
+    r"\b(?:DAMAGED|NOT CHECKED|NOT DELETED|damaged|differs|would be deleted|only in [ab]|other (?:shape|dtype|type)|"
+    r"NaN|Inf)\b"
+)
 _GOOD = re.compile(r"^whole\b|\bok$", re.MULTILINE)
 
 
@@ -52,7 +57,7 @@ def plain(value: Any) -> Any:
     """Return a value as JSON has it. NaN and infinities become text, because JSON lacks them."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        answers = {name: getattr(value, name) for name in ("ok", "same") if hasattr(type(value), name)}
+        answers = {name: getattr(value, name) for name in ANSWERS if hasattr(type(value), name)}
         return {**answers, **fields}
     if value is None or isinstance(value, (bool, int, str)):
         return value

@@ -21,22 +21,29 @@ _COPIED = re.compile(
     r"|vocab\.(json|txt|bpe)|merges\.txt|.*\.(spm|tiktoken|jinja)|spiece\.model|chat_template\.json"
     r"|(pre|video_pre)?processor_config\.json|sentencepiece.*\.model"
 )
+_WRAPPED = ("_orig_module", "_orig_mod", "module")  # the only submodule of a wrapper
 _DTYPES = ("dtype", "torch_dtype")  # where transformers notes the dtype, in newer and older versions
 
 
-def companions_of(config_from: Any, dtype: torch.dtype | None) -> dict[str, bytes]:
+def companions_of(
+    config_from: Any, dtype: torch.dtype | None, storage_options: Mapping[str, Any] | None
+) -> dict[str, bytes]:
     """Return the bytes of the files to write beside the weights, by name.
 
     Args:
         config_from: a folder with ``config.json``, a ``PreTrainedModel``, or None.
         dtype: the dtype to note in the configuration; None to leave it as it is.
+        storage_options: options of fsspec's filesystem, if ``config_from`` is a URL.
 
     Raises:
         CheckpointError: the folder has no ``config.json``, or the object is no model with a configuration.
     """
     if config_from is None:
         return {}
-    found = _of_folder(config_from) if isinstance(config_from, (str, os.PathLike)) else _of_model(config_from)
+    if isinstance(config_from, (str, os.PathLike)):
+        found = _of_folder(config_from, storage_options)
+    else:
+        found = _of_model(config_from)
     if dtype is not None:
         found[CONFIG] = _with_dtype(found[CONFIG], dtype)
     return found
@@ -53,8 +60,8 @@ def ties_by_config(companions: Mapping[str, bytes]) -> bool:
     return not isinstance(config, dict) or config.get("tie_word_embeddings") is not False
 
 
-def _of_folder(path: PathLike) -> dict[str, bytes]:
-    folder = open_folder(Location.of(path))
+def _of_folder(path: PathLike, storage_options: Mapping[str, Any] | None) -> dict[str, bytes]:
+    folder = open_folder(Location.of(path, storage_options))
     names = folder.names()
     if CONFIG not in names:
         raise CheckpointError(
@@ -72,12 +79,19 @@ def _of_model(model: Any) -> dict[str, bytes]:
         )
     content = json.loads(config.to_json_string(use_diff=True))
     content.setdefault("architectures", None)
-    content["architectures"] = content["architectures"] or [type(model).__name__]
+    content["architectures"] = content["architectures"] or [type(_unwrapped(model)).__name__]
     found = {CONFIG: _json(content)}
     generation: Any = getattr(model, "generation_config", None)
     if callable(getattr(generation, "to_json_string", None)):
         found[_GENERATION] = generation.to_json_string(use_diff=True).encode()
     return found
+
+
+def _unwrapped(model: Any) -> Any:
+    """Return the model inside of FSDPv2's, ``torch.compile``'s and DDP's wrappers."""
+    modules = getattr(model, "_modules", {})
+    inner = next((modules[name] for name in _WRAPPED if len(modules) == 1 and name in modules), None)
+    return model if inner is None else _unwrapped(inner)
 
 
 def _with_dtype(raw: bytes, dtype: torch.dtype) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -12,11 +12,13 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
-from torch_xla_ckpt.exchange.layout import Layout, OutFile, OutTensor
+from torch_xla_ckpt.exchange.bits import same_bits
+from torch_xla_ckpt.exchange.layout import Layout, OutTensor, batches_of
 from torch_xla_ckpt.exchange.local_files import LocalFiles, is_one_run
+from torch_xla_ckpt.exchange.streamed_files import StreamedFiles
 from torch_xla_ckpt.layout import Box, Claim, assign
 from torch_xla_ckpt.planner import plan_reads
-from torch_xla_ckpt.protocols import Bytes, Folder, LoadSink
+from torch_xla_ckpt.protocols import LoadSink
 from torch_xla_ckpt.state import Buffers
 from torch_xla_ckpt.storage import ShardReader
 
@@ -185,31 +187,24 @@ class CheckpointSource:
         own = [(tensors[one.claim], one.box) for one in assign(claims) if one.rank == rank]
         self._read(_Written(own, self.metadata, files))
 
-    def write_file(self, file: OutFile, folder: Folder) -> int:
-        """Write a whole file to a store, from its first byte to its last. Return the bytes of its tensors."""
-        sink = folder.create(file.name)
-        try:
-            for part in in_order(file, self._batches(file)):
-                sink.write(part)
-            sink.close()
-        except BaseException:
-            sink.abandon()
-            raise
-        return sum(tensor.nbytes for tensor in file.tensors)
-
-    def _batches(self, file: OutFile) -> Iterator[tuple[OutTensor, torch.Tensor]]:
-        """Yield the tensors of a file in order. As many are read together as the budget has room for."""
+    def write_files(self, out: StreamedFiles) -> None:
+        """Write whole files to a store. As many tensors are read together as the budget has room for."""
         buffers = Buffers()
-        for batch in _cut(file.tensors, self._memory_budget):
-            sink = _Kept([(tensor, Box.whole(tensor.shape)) for tensor in batch], self.metadata, buffers)
-            self._read(sink)
-            for tensor in batch:
-                yield tensor, sink.done.pop(tensor.name, torch.empty(tensor.shape, dtype=tensor.dtype))
+        try:
+            for batch in batches_of(out.tensors, self._memory_budget):
+                sink = _Kept([(tensor, Box.whole(tensor.shape)) for tensor in batch], self.metadata, buffers)
+                self._read(sink)
+                for tensor in batch:
+                    # An empty tensor is not read.
+                    out.write(tensor, sink.done.pop(tensor.name, torch.empty(tensor.shape, dtype=tensor.saved)))
+        except BaseException:
+            out.abandon()
+            raise
 
     def are_equal(self, one: OutTensor, other: OutTensor) -> bool:
         """Compare the bytes of two tensors of one shape and dtype, part by part. Checksums are compared first."""
-        checksums = self._checksums(one.source), self._checksums(other.source)
-        if None not in checksums and checksums[0] != checksums[1]:
+        checksums, others = self._checksums(one.source), self._checksums(other.source)
+        if checksums.keys() == others.keys() and checksums != others:
             return False
         buffers = Buffers()
         rows = one.shape[0] if one.shape else 1
@@ -219,60 +214,26 @@ class CheckpointSource:
             box = Box((first, *whole.offsets[1:]), (min(step, rows - first), *whole.sizes[1:])) if one.shape else whole
             sink = _Kept([(tensor, box) for tensor in (one, other)], self.metadata, buffers)
             self._read(sink)
-            a, b = (_raw(sink.done[tensor.name]) if box.volume else b"" for tensor in (one, other))
-            if a != b:
+            if box.volume and not same_bits(sink.done[one.name], sink.done[other.name]):
                 return False
         return True
 
-    def _checksums(self, key: str) -> dict[tuple[int, ...], bytes] | None:
-        """Return the checksums of a tensor's chunks by offsets; None if the checkpoint has none."""
+    def _checksums(self, key: str) -> dict[Box, bytes | None]:
+        """Return the checksums of a tensor's chunks; none if the checkpoint has no checksums."""
         manifest = self._reader.manifest
         if manifest is None:
-            return None
+            return {}
         saved = self.metadata.state_dict_metadata[key]
         assert isinstance(saved, TensorStorageMetadata)
-        stored = {chunk.offsets: manifest.stored[MetadataIndex(key, chunk.offsets)] for chunk in saved.chunks}
-        return {tuple(offsets): item.checksums or b"" for offsets, item in stored.items()}
+        return {
+            _dcp.box_of(chunk): manifest.stored[MetadataIndex(key, chunk.offsets)].checksums for chunk in saved.chunks
+        }
 
     def _read(self, sink: _Filled) -> None:
         before = self._reader.stats.bytes_read
         self._reader.set_up_storage_reader(self.metadata, is_coordinator=False)
         self._reader.read_data(LoadPlan(sink.items), sink)
         self.bytes_read += self._reader.stats.bytes_read - before
-
-
-def in_order(file: OutFile, tensors: Iterator[tuple[OutTensor, torch.Tensor]]) -> Iterator[Bytes]:
-    """Yield the bytes of a file, from the first to the last, given its tensors in order."""
-    pieces = list(file.pieces)
-    at = 0
-    for tensor, data in tensors:
-        if not tensor.nbytes:
-            continue
-        while pieces and pieces[0][0] < file.offsets[tensor.name]:
-            at += len(pieces[0][1])
-            yield pieces.pop(0)[1]
-        assert at == file.offsets[tensor.name]
-        yield _raw(data.to(tensor.dtype))
-        at += tensor.nbytes
-    for _, data_after in pieces:
-        yield data_after
-
-
-def _cut(tensors: Sequence[OutTensor], most: int) -> Iterator[list[OutTensor]]:
-    batch: list[OutTensor] = []
-    size = 0
-    for tensor in tensors:
-        if batch and size + tensor.nbytes > most:
-            yield batch
-            batch, size = [], 0
-        batch.append(tensor)
-        size += tensor.nbytes
-    if batch:
-        yield batch
-
-
-def _raw(data: torch.Tensor) -> memoryview:
-    return data.contiguous().reshape(-1).view(torch.uint8).numpy().data if data.numel() else memoryview(b"")
 
 
 def _place(item: ReadItem) -> tuple[str, torch.Size]:

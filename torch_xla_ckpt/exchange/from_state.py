@@ -7,7 +7,7 @@ ranks, and the errors of one rank on all ranks are the same as in a save.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from itertools import groupby
@@ -20,11 +20,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CheckpointError
-from torch_xla_ckpt.exchange.from_checkpoint import in_order
-from torch_xla_ckpt.exchange.layout import Layout, OutTensor
+from torch_xla_ckpt.exchange.layout import OutTensor
 from torch_xla_ckpt.exchange.local_files import LocalFiles
 from torch_xla_ckpt.layout import Box
-from torch_xla_ckpt.protocols import Folder
 from torch_xla_ckpt.state import Buffers
 from torch_xla_ckpt.storage import default_threads
 
@@ -97,7 +95,7 @@ def write_boxes(files: LocalFiles, items: Sequence[WriteItem], planner: SavePlan
     with ThreadPoolExecutor(default_threads(remote=False), "export") as pool:
         for name, group in groupby(items, lambda item: item.index.fqn):
             together = list(group)
-            boxes = [_box(item) for item in together]
+            boxes = [box_of(item) for item in together]
             tensor = files.tensor(name)
             copies = 1 if len(boxes) == 1 else 2  # the boxes, and what they are put together in
             cost = copies * sum(box.volume for box in boxes) * tensor.saved.itemsize
@@ -106,60 +104,27 @@ def write_boxes(files: LocalFiles, items: Sequence[WriteItem], planner: SavePlan
                 for future in done:
                     used -= running.pop(future)
                     future.result()
-            fetched = [_fetched(planner, item) for item in together]
-            running[pool.submit(_write_tensor, files, tensor, boxes, fetched, buffers)] = cost
+            parts = [fetched(planner, item) for item in together]
+            running[pool.submit(_write_tensor, files, tensor, boxes, parts, buffers)] = cost
             used += cost
-            del fetched
+            del parts
         for future in running:
             future.result()
 
 
-def whole_tensors(
-    tensors: Sequence[OutTensor], items: Sequence[WriteItem], planner: SavePlanner
-) -> Iterator[tuple[OutTensor, torch.Tensor]]:
-    """Yield whole tensors in order, from a rank that holds all of them."""
-    by_name: dict[str, list[WriteItem]] = {}
-    for item in items:
-        by_name.setdefault(item.index.fqn, []).append(item)
-    buffers = Buffers()
-    for tensor in tensors:
-        own = by_name.get(tensor.name, [])
-        if len(own) == 1:
-            yield tensor, _fetched(planner, own[0])
-            continue
-        whole = buffers.empty(tensor.shape, tensor.dtype)
-        for item in own:
-            whole[_box(item).slices].copy_(_fetched(planner, item))
-        yield tensor, whole
-
-
-def write_whole_files(layout: Layout, folder: Folder, items: Sequence[WriteItem], planner: SavePlanner) -> int:
-    """Write whole files to a store, one after the other. Return the bytes of their tensors."""
-    for file in layout.files:
-        sink = folder.create(file.name)
-        try:
-            for part in in_order(file, whole_tensors(file.tensors, items, planner)):
-                sink.write(part)
-            sink.close()
-        except BaseException:
-            sink.abandon()
-            raise
-    return sum(tensor.nbytes for tensor in layout.tensors)
-
-
 def _write_tensor(
-    files: LocalFiles, tensor: OutTensor, boxes: Sequence[Box], fetched: list[torch.Tensor], buffers: Buffers
+    files: LocalFiles, tensor: OutTensor, boxes: Sequence[Box], parts: list[torch.Tensor], buffers: Buffers
 ) -> None:
-    """Write the boxes of one tensor."""
+    """Write the boxes of one tensor, and release the elements of each box as soon as they are written or copied."""
     region = _region_of(tensor.shape, boxes)
     if region is None or len(boxes) == 1:
-        for box, data in zip(boxes, fetched):
+        for box, data in zip(boxes, parts):
             files.write(tensor.name, box, data)
         return
     together = buffers.empty(region.sizes, tensor.dtype)
-    while fetched:
-        box = boxes[len(fetched) - 1]
-        together[box.relative_to(region).slices].copy_(fetched.pop())
+    while parts:
+        box = boxes[len(parts) - 1]
+        together[box.relative_to(region).slices].copy_(parts.pop())
     files.write(tensor.name, region, together)
 
 
@@ -173,13 +138,15 @@ def _region_of(shape: tuple[int, ...], boxes: Sequence[Box]) -> Box | None:
     return region if region.volume == sum(box.volume for box in boxes) else None
 
 
-def _fetched(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+def fetched(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    """Return the elements of an item in host memory."""
     data = planner.resolve_data(item)
     if isinstance(data, io.BytesIO):
         raise CheckpointError(f"{item.index.fqn!r} is no tensor. Nothing was exported")
     return data.detach()
 
 
-def _box(item: WriteItem) -> Box:
+def box_of(item: WriteItem) -> Box:
+    """Return the region of the whole tensor that an item holds."""
     assert item.tensor_data is not None
     return _dcp.box_of(item.tensor_data.chunk)

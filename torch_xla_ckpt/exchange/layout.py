@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +76,31 @@ class Layout:
         return [tensor for file in self.files for tensor in file.tensors]
 
 
+def shares_of(layout: Layout, ranks: int) -> list[list[OutFile]]:
+    """Return the files that each rank writes if files are written whole: each rank gets about as many bytes."""
+    shares: list[list[OutFile]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    for file in sorted(layout.files, key=lambda file: -file.size):
+        rank = load.index(min(load))
+        load[rank] += file.size
+        shares[rank].append(file)
+    return shares
+
+
+def batches_of(tensors: Iterable[OutTensor], most: int) -> Iterator[list[OutTensor]]:
+    """Yield the tensors in batches of at most ``most`` bytes. A larger tensor is a batch of its own."""
+    batch: list[OutTensor] = []
+    size = 0
+    for tensor in tensors:
+        if batch and size + tensor.nbytes > most:
+            yield batch
+            batch, size = [], 0
+        batch.append(tensor)
+        size += tensor.nbytes
+    if batch:
+        yield batch
+
+
 def out_dtype(saved: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     """Return the dtype of a tensor in the file.
 
@@ -114,25 +139,13 @@ def layout_of(tensors: Sequence[OutTensor], format: str, max_shard_bytes: int, f
     if format == "torch":
         assert file is not None
         return Layout((_torch_file(file, tensors),))
-    groups = [list(tensors)] if file is not None else _groups(tensors, max_shard_bytes)
+    groups = [list(tensors)] if file is not None else list(batches_of(tensors, max_shard_bytes))
     names = [file] if file is not None else shard_names(len(groups))
     files = tuple(_safetensors_file(name, group) for name, group in zip(names, groups))
     if len(files) == 1:
         return Layout(files)
     weight_map = {tensor.name: out.name for out in files for tensor in out.tensors}
     return Layout(files, index_of(weight_map, sum(tensor.nbytes for tensor in tensors)))
-
-
-def _groups(tensors: Sequence[OutTensor], most: int) -> list[list[OutTensor]]:
-    groups: list[list[OutTensor]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if groups[-1] and size + tensor.nbytes > most:
-            groups.append([])
-            size = 0
-        groups[-1].append(tensor)
-        size += tensor.nbytes
-    return groups
 
 
 def _safetensors_file(name: str, tensors: Sequence[OutTensor]) -> OutFile:

@@ -10,8 +10,12 @@ from pathlib import Path
 
 import torch
 
+from torch_xla_ckpt.exchange.bits import raw_bytes
 from torch_xla_ckpt.exchange.layout import OutFile, OutTensor
 from torch_xla_ckpt.layout import Box
+from torch_xla_ckpt.protocols import Bytes
+
+_CAST = 1 << 20  # elements that are cast at once
 
 
 class LocalFiles:
@@ -44,17 +48,22 @@ class LocalFiles:
             data: the region's elements in host memory, of any dtype.
         """
         file, tensor = self._place[name]
-        data = data.to(tensor.dtype).contiguous() if data.numel() else data
-        raw = data.reshape(-1).view(torch.uint8).numpy().data if data.numel() else memoryview(b"")
         descriptor = self._descriptor(file.name)
+        size = tensor.dtype.itemsize
+        elements = data.contiguous().reshape(-1)
+        raw = memoryview(b"" if data.dtype != tensor.dtype else raw_bytes(elements))
         done = 0
-        for start, stop in runs_of(tensor.shape, box):
-            at = file.offsets[name] + start * tensor.dtype.itemsize
-            nbytes = (stop - start) * tensor.dtype.itemsize
-            _write_all(descriptor, raw[done : done + nbytes], at)
-            done += nbytes
+        try:
+            for start, stop in runs_of(tensor.shape, box):
+                at, end = file.offsets[name] + start * size, done + stop - start
+                for part in (raw[done * size : end * size],) if raw else _cast(elements[done:end], tensor.dtype):
+                    _write_all(descriptor, part, at)
+                    at += len(part)
+                done = end
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._folder / file.name)) from error
         with self._lock:
-            self.bytes_written += done
+            self.bytes_written += done * size
 
     def close(self) -> None:
         """Put everything on stable storage, and close the files."""
@@ -107,7 +116,13 @@ def runs_of(shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
         yield end
 
 
-def _write_all(descriptor: int, data: memoryview, at: int) -> None:
+def _cast(elements: torch.Tensor, dtype: torch.dtype) -> Iterator[Bytes]:
+    """Yield elements in another dtype, in pieces: the memory budget has no room for a copy of a large tensor."""
+    for piece in elements.split(_CAST):
+        yield raw_bytes(piece.to(dtype))
+
+
+def _write_all(descriptor: int, data: Bytes, at: int) -> None:
     while data:
         done = os.pwrite(descriptor, data, at)
         data, at = data[done:], at + done

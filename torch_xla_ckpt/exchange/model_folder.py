@@ -1,53 +1,100 @@
 """The folder or file that an export makes: nothing looks like a model until everything is written.
 
 On a local disk, all files are written into a part folder. If the target does not exist, the commit renames the part
-folder, so that everything appears in one step. If it exists, the commit moves the files one by one, and the file that
-makes the folder a model comes last: the index, or the only file of weights. Files that an export would replace are an
-error before anything is written; only an export to a single file replaces that file, in one step. In other stores each
-put is atomic, and the same file comes last.
+folder, so that everything appears in one step. If it exists, the commit links the files into it one by one, and the
+file that makes the folder a model comes last: the index, or the only file of weights. Files that an export would
+replace are an error before anything is written; only an export to a single file replaces that file, in one step. In
+other stores each put is atomic, and the same file comes last.
 """
 
 from __future__ import annotations
 
 import errno
-import logging
 import os
-import re
-import secrets
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from typing import Protocol
 
 from torch_xla_ckpt.errors import CheckpointError, ConcurrentSaveError
-from torch_xla_ckpt.exchange.layout import Layout, OutFile
+from torch_xla_ckpt.exchange import part_folder
+from torch_xla_ckpt.exchange.layout import Layout
 from torch_xla_ckpt.formats import is_weights
+from torch_xla_ckpt.protocols import Folder
 from torch_xla_ckpt.serialization import METADATA
 from torch_xla_ckpt.storage import Location, open_folder
 
-logger = logging.getLogger(__name__)
-
-_PART = re.compile(r"\..*\.export-[0-9a-f]{8}\.part")
 _SHOWN = 5  # names that an error lists
+# Errors of a rename or a link if the target has appeared meanwhile, or the part folder has gone.
+_MEANWHILE = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOENT, errno.ENOTDIR)
 
 
-def require_free(location: Location, layout: Layout, companions: Iterable[str], *, is_file: bool) -> None:
-    """Check that an export would replace nothing.
+class Target(Protocol):
+    """A model being written. The first rank of an export has it.
 
-    Raises:
-        CheckpointError: the folder has files that the export would write, or weights that readers would prefer.
+    Attributes:
+        parts: the folder that all ranks write local files to; None for other stores.
     """
+
+    parts: Path | None
+
+    def require_free(self) -> None:
+        """Check that the path is free. Changes nothing.
+
+        Raises:
+            CheckpointError: as ``begin``.
+        """
+
+    def begin(self) -> None:
+        """Check that the path is free, and create what all ranks write to.
+
+        Raises:
+            CheckpointError: the export would replace files, or the folder has weights that readers would prefer.
+        """
+
+    def commit(self) -> None:
+        """Make everything visible.
+
+        Raises:
+            ConcurrentSaveError: another program has written to the same path meanwhile.
+        """
+
+    def abandon(self) -> None:
+        """Remove everything that the export has written."""
+
+
+def target_of(location: Location, layout: Layout, companions: Mapping[str, bytes], *, is_file: bool) -> Target:
+    """Return the target of an export.
+
+    Args:
+        location: the folder, or the file, to make.
+        layout: the files with tensors.
+        companions: bytes of the files beside them, by name.
+        is_file: whether the export is one file.
+    """
+    if location.is_local:
+        return _LocalTarget(location, layout, companions, is_file)
+    return _RemoteTarget(location, layout, companions, is_file)
+
+
+def remote_folder(location: Location, *, is_file: bool) -> Folder:
+    """Return the folder in a store to which an export writes its files."""
+    return open_folder(location.parent if is_file else location)
+
+
+def _require_free(location: Location, layout: Layout, companions: Mapping[str, bytes], is_file: bool) -> None:
     if is_file:
         if open_folder(location.parent).is_file(location.name) or not open_folder(location).names():
             return
         raise CheckpointError(f"{location} is a folder, and the export writes one file. Nothing was written")
     if not location.is_object_store and open_folder(location.parent).is_file(location.name):
         raise CheckpointError(f"{location} is a file, and the export writes a folder. Nothing was written")
+    if location.is_local and os.path.islink(location.path) and not os.path.exists(location.path):
+        raise CheckpointError(
+            f"{location} is a link to {os.readlink(location.path)}, which does not exist. Nothing was written. Create "
+            "that folder, or remove the link"
+        )
     new = {file.name for file in layout.files} | set(companions) | ({layout.last[0]} if layout.last else set())
     there = sorted(
         name for name in open_folder(location).names() if name in new or is_weights(name) or name == METADATA
@@ -60,129 +107,122 @@ def require_free(location: Location, layout: Layout, companions: Iterable[str], 
         )
 
 
-class LocalTarget:
-    """A model being written to a local disk. Made by one rank; every rank writes through ``path``.
+class _LocalTarget(Target):
+    """A model being written to a local disk; see ``target_of``."""
 
-    Args:
-        location: the folder, or the file, to make.
-        is_file: whether the export is one file.
-    """
-
-    def __init__(self, location: Location, *, is_file: bool):
-        self._target = Path(location.path)
+    def __init__(self, location: Location, layout: Layout, companions: Mapping[str, bytes], is_file: bool):
+        self._location = location
+        self._layout = layout
+        self._small = dict(companions) | ({layout.last[0]: layout.last[1]} if layout.last else {})
         self._is_file = is_file
-        self._is_new = not self._target.exists()
-        parent = self._target if not self._is_new and not is_file else self._target.parent
+        self._path = Path(location.path)
+        self.parts: Path | None = None
+        self._lock: int | None = None
+
+    def require_free(self) -> None:
+        _require_free(self._location, self._layout, self._small, self._is_file)
+
+    def begin(self) -> None:
+        self._is_new = not os.path.lexists(self._path)
+        parent = self._path.parent if self._is_new or self._is_file else self._path
+        part_folder.remove_leftovers(parent, self._path)
+        self.require_free()
         parent.mkdir(parents=True, exist_ok=True)
-        self._remove_leftovers(parent)
-        self.parts = parent / f".{self._target.name}.export-{secrets.token_hex(4)}.part"
-        self.parts.mkdir()
-        self._lock = _locked(self.parts)
+        self.parts, self._lock = part_folder.create(parent, self._path)
+        for out in self._layout.files:
+            with open(self.parts / out.name, "xb") as file:
+                file.truncate(out.size)
+                for start, data in out.pieces:
+                    file.seek(start)
+                    file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
 
-    def make(self, file: OutFile) -> None:
-        """Create a file at its full size, with everything but the tensors."""
-        with open(self.parts / file.name, "xb") as out:
-            out.truncate(file.size)
-            for start, data in file.pieces:
-                out.seek(start)
-                out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
-
-    def commit(self, layout: Layout, companions: Mapping[str, bytes]) -> None:
-        """Make everything visible.
-
-        Raises:
-            ConcurrentSaveError: another program has written to the same path meanwhile.
-        """
-        small = dict(companions) | ({layout.last[0]: layout.last[1]} if layout.last else {})
-        for name, data in small.items():
+    def commit(self) -> None:
+        assert self.parts is not None
+        for name, data in self._small.items():
             (self.parts / name).write_bytes(data)
             _sync(self.parts / name)
-        weights = [file.name for file in layout.files]
+        weights = [file.name for file in self._layout.files]
         _sync(self.parts)
         try:
             if self._is_file:
-                os.replace(self.parts / weights[0], self._target)
+                os.replace(self.parts / weights[0], self._path)
             elif self._is_new:
-                os.rename(self.parts, self._target)
+                os.rename(self.parts, self._path)
             else:
-                self._move([*companions, *weights, *([layout.last[0]] if layout.last else [])])
+                last = [self._layout.last[0]] if self._layout.last else []
+                self._move([*(name for name in self._small if name not in last), *weights, *last])
         except OSError as error:
             if error.errno in _MEANWHILE:
                 raise ConcurrentSaveError(
-                    f"another program has written to {self._target} during this export, or has removed its files. "
+                    f"another program has written to {self._path} during this export, or has removed its files. "
                     "Look at what is there, and export to another path"
                 ) from error
             raise
-        _sync(self._target.parent)
+        _sync(self._path.parent)
         self.abandon()
 
     def abandon(self) -> None:
-        """Remove everything that is not visible."""
-        shutil.rmtree(self.parts, ignore_errors=True)
+        if self.parts is not None:
+            shutil.rmtree(self.parts, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def _move(self, names: Sequence[str]) -> None:
         """Move files into the folder, in order, without replacing any."""
+        assert self.parts is not None
         moved: list[str] = []
         try:
             for name in names:
-                _move_new(self.parts / name, self._target / name)
+                _move_new(self.parts / name, self._path / name)
                 moved.append(name)
-            _sync(self._target)
+            _sync(self._path)
         except BaseException:
             for name in moved:
                 with suppress(OSError):
-                    os.unlink(self._target / name)
+                    os.unlink(self._path / name)
             raise
 
-    def _remove_leftovers(self, parent: Path) -> None:
-        """Remove part folders of exports to the same target whose programs have died."""
-        for name in os.listdir(parent):
-            if not (_PART.fullmatch(name) and name.startswith(f".{self._target.name}.export-")):
-                continue
-            with suppress(OSError):
-                lock = _locked(parent / name)
-                if lock is not None:
-                    shutil.rmtree(parent / name, ignore_errors=True)
-                    os.close(lock)
 
-
-class RemoteTarget:
+class _RemoteTarget(Target):
     """A model being written to a store that fsspec reaches: whole files, each visible when it is complete.
 
-    Args:
-        location: the folder, or the file, to make.
-        is_file: whether the export is one file.
+    See ``target_of`` for the arguments.
     """
 
-    def __init__(self, location: Location, *, is_file: bool):
+    parts: Path | None = None
+
+    def __init__(self, location: Location, layout: Layout, companions: Mapping[str, bytes], is_file: bool):
+        self._location = location
+        self._layout = layout
+        self._companions = companions
         self._is_file = is_file
-        self.folder = open_folder(location.parent if is_file else location)
-        self.folder.make()
+        self._folder = remote_folder(location, is_file=is_file)
+        self._has_begun = False
 
-    def commit(self, layout: Layout, companions: Mapping[str, bytes]) -> None:
-        """Write the small files; the index comes last."""
-        for name, data in companions.items():
-            self.folder.put(name, data)
-        if layout.last is not None:
-            self.folder.put(*layout.last)
+    def require_free(self) -> None:
+        _require_free(self._location, self._layout, self._companions, self._is_file)
 
-    def withdraw(self, layout: Layout, companions: Iterable[str]) -> None:
-        """Remove the files of a failed export. A single file is only put when it is whole, and may be an older one."""
-        if self._is_file:
+    def begin(self) -> None:
+        self.require_free()
+        self._has_begun = True
+        self._folder.make()
+        for name, data in self._companions.items():
+            self._folder.put(name, data)
+
+    def commit(self) -> None:
+        if self._layout.last is not None:
+            self._folder.put(*self._layout.last)
+
+    def abandon(self) -> None:
+        # A single file only appears when it is whole. What is there now may be an older one.
+        if self._is_file or not self._has_begun:
             return
+        last = [self._layout.last[0]] if self._layout.last else []
         with suppress(Exception):  # an error here would hide the error of the export
-            self.folder.remove(
-                [*([layout.last[0]] if layout.last else []), *(f.name for f in layout.files), *companions]
-            )
-
-
-# Errors of a rename if the target has appeared, or the part folder has gone.
-_MEANWHILE = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOENT)
+            self._folder.remove([*last, *(file.name for file in self._layout.files), *self._companions])
 
 
 def _move_new(source: Path, target: Path) -> None:
@@ -193,20 +233,8 @@ def _move_new(source: Path, target: Path) -> None:
         raise
     except OSError:
         if target.exists():
-            raise FileExistsError(f"{target} exists") from None
+            raise FileExistsError(errno.EEXIST, "the file exists", str(target)) from None
         os.rename(source, target)
-
-
-def _locked(folder: Path) -> int | None:
-    """Lock a folder until this process ends. Return the descriptor; None if another process holds the lock."""
-    descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-    try:
-        if fcntl is not None:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
 
 
 def _sync(path: Path) -> None:

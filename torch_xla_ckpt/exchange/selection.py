@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch_xla_ckpt.errors import CheckpointError
-from torch_xla_ckpt.formats import METADATA
+from torch_xla_ckpt.formats import METADATA, is_text
 from torch_xla_ckpt.state import Path
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
@@ -15,7 +15,7 @@ Rename = Mapping[str, str] | Callable[[str], str | None]
 # Elements that wrappers add anywhere in a name: FSDPv2, torch.compile and activation checkpointing.
 _WRAPPERS = frozenset({"_orig_module", "_orig_mod", "_checkpoint_wrapped_module"})
 _PARALLEL = "module."  # what DataParallel and DistributedDataParallel put in front of every name
-_MODEL_KEYS = ("model", "state_dict", "module")  # where programs keep a model, ours and Lightning's
+_MODEL_KEYS = ("model", "state_dict")  # where programs keep the model that they train, ours and Lightning's
 _SHOWN = 10  # keys that an error names
 
 
@@ -79,20 +79,34 @@ def select(
 
 def _key_of_model(entries: Mapping[str, Entry]) -> str:
     """Return the key under which the only model of the source lies; "" if the source is a model."""
-    if all(len(entry.path) == 1 for entry in entries.values() if entry.is_tensor):
-        return ""
-    tops: dict[str, set[str]] = {}
-    for entry in entries.values():
-        tops.setdefault(str(entry.path[0]), set()).add(str(entry.path[1]) if len(entry.path) > 1 else "")
-    with_tensors = {str(entry.path[0]) for entry in entries.values() if entry.is_tensor and len(entry.path) > 1}
-    models = [top for top in tops if top in with_tensors and "param_groups" not in tops[top]]
-    likely = models if len(models) == 1 else [top for top in _MODEL_KEYS if top in models][:1]
-    if not likely or (len(models) > 1 and likely[0] != "model"):
-        raise CheckpointError(
-            f"cannot tell which key holds the model. The source has: {_tops(entries)}. Nothing was written. Pass key=, "
-            'or key="" to export everything'
-        )
-    return likely[0]
+    inside = [(entry.path, entry.is_tensor) for entry in entries.values()]
+    found: list[str] = []
+    while any(is_tensor and len(path) > 1 for path, is_tensor in inside):
+        tops = dict.fromkeys(path[0] for path, is_tensor in inside if is_tensor and len(path) > 1)
+        below = {top: [(path[1:], is_tensor) for path, is_tensor in inside if path[:1] == (top,)] for top in tops}
+        models = [top for top in tops if not _is_optimizer([path for path, _ in below[top]])]
+        likely = models if len(models) == 1 else [top for top in models if top in _MODEL_KEYS]
+        if len(likely) != 1:
+            raise CheckpointError(
+                f"cannot tell which key holds the model. The source has: {_tops(entries)}. Nothing was written. Pass "
+                'key=, or key="" to export everything'
+            )
+        found.append(str(likely[0]))
+        inside = below[likely[0]]
+        if not any(_is_of_optimizer(element) for path, _ in inside for element in path):
+            break  # otherwise a container of model and optimizer, such as "app" in DCP's tutorial
+    return ".".join(found)
+
+
+def _is_optimizer(paths: Iterable[Path]) -> bool:
+    """Whether values below one key are an optimizer's state, or a list of such states."""
+    return any(
+        _is_of_optimizer(path[1] if type(path[0]) is int and len(path) > 1 else path[0]) for path in paths if path
+    )
+
+
+def _is_of_optimizer(element: object) -> bool:
+    return str(element).partition(".")[0] == "param_groups"
 
 
 def _required(key: str, entries: Mapping[str, Entry]) -> str:
@@ -147,7 +161,7 @@ def _renamed(names: Sequence[str], rename: Rename | None) -> list[str]:
 def _unique(names: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, key in zip(names, keys):
-        if type(name) is not str or not name or name == METADATA:
+        if type(name) is not str or not name or name == METADATA or not is_text(name):
             raise CheckpointError(f"{key!r} cannot get the name {name!r}. Nothing was written. Correct rename=")
         if name in found:
             raise CheckpointError(

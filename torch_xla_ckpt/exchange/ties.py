@@ -65,9 +65,9 @@ class Ties:
                 continue
             if self._is_known and any(pair[0] is one for pair in self.pairs()):
                 logger.warning(
-                    "the model ties %s to another tensor, but no other tensor has its values. It is written by itself, "
-                    "and transformers ignores it when it ties the weights again. On XLA devices, call "
-                    "model.tie_weights() after model.to(device)",
+                    "the model ties %s to another tensor, but no other tensor has its values and its sharding. It is "
+                    "written by itself, and transformers ignores it when it ties the weights again. On XLA devices, "
+                    "call model.tie_weights() after model.to(device)",
                     one.name,
                 )
             kept.append(one.name)

@@ -4,7 +4,7 @@ This room finds tensors in files and lays out new files. It moves no tensor data
 ``exchange`` writes them. Files are untrusted, and nothing in this room runs code from a file.
 """
 
-from torch_xla_ckpt.formats.contents import Contents, TensorPlace
+from torch_xla_ckpt.formats.contents import Contents, TensorPlace, is_text
 from torch_xla_ckpt.formats.hugging_face import (
     index_of,
     is_weights,
@@ -24,6 +24,7 @@ __all__ = [
     "TensorPlace",
     "header_of",
     "index_of",
+    "is_text",
     "is_weights",
     "read_folder",
     "read_safetensors",

@@ -63,6 +63,15 @@ def version_of(parts: Sequence[bytes]) -> bytes:
     return hasher.digest()
 
 
+def is_text(name: str) -> bool:
+    """Return whether a name can be encoded. JSON and pickles can have half of a surrogate pair, which cannot."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def malformed(file: str, start: int, stop: int, problem: str) -> CorruptCheckpointError:
     """Return the error for a file whose own description of its content is wrong."""
     damage = Damage(file, start, stop, (), problem)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_xla_ckpt.errors import CheckpointError
-from torch_xla_ckpt.formats.contents import TensorPlace, malformed
+from torch_xla_ckpt.formats.contents import TensorPlace, is_text, malformed
 from torch_xla_ckpt.protocols import Folder, Window
 
 METADATA = "__metadata__"
@@ -143,6 +143,8 @@ def _places(name: str, raw: bytes, size: int) -> dict[str, TensorPlace]:
             sizes_fit = type(shape) is list and all(type(n) is int and 0 <= n < 1 << 63 for n in shape)
         except (TypeError, KeyError, ValueError) as error:
             raise bad(f"the entry of {_short(key)} is incomplete") from error
+        if not is_text(key):
+            raise bad(f"the name {_short(key)} is no text")
         if not (
             sizes_fit and len(shape) <= 64 and type(begin) is type(end) is int and 0 <= begin <= end <= size - first
         ):
@@ -172,9 +174,9 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _nbytes(shape: Sequence[int], itemsize: int, most: int) -> int:
-    """Return the bytes of a tensor; -1 if there are more than ``most``. Works with numbers of bounded size."""
+    """Return the bytes of a tensor; -1 if there are more than ``most``, or if torch has no such shape."""
     if 0 in shape:
-        return 0
+        return 0 if math.prod(max(n, 1) for n in shape) * itemsize < 1 << 63 else -1
     nbytes = itemsize
     for n in shape:
         nbytes *= n

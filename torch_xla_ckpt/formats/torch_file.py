@@ -9,16 +9,19 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_xla_ckpt.errors import CheckpointError, UnsafeObjectError
-from torch_xla_ckpt.formats.contents import Contents, TensorPlace, malformed, version_of
+from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UnsafeObjectError
+from torch_xla_ckpt.formats.contents import Contents, TensorPlace, is_text, malformed, version_of
 from torch_xla_ckpt.formats.sparse_file import SparseFile
 from torch_xla_ckpt.protocols import Folder, Window
-from torch_xla_ckpt.serialization import MAX_DEPTH, Refused, encode, parsed_ranges, restricted
+from torch_xla_ckpt.serialization import MAX_DEPTH, ArchiveError, Refused, encode, parsed_ranges, restricted
 from torch_xla_ckpt.state import Leaf, Path, flatten
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_DATA = b"/data/0"  # in an archive that has tensors
 _TAIL = 1 << 20  # bytes at the end of a remote archive that are read first; they hold the directory of most archives
-_REPEATED = 64 << 20  # bytes by which a tensor that repeats its elements may exceed the file
+# Tensors that do not lie in the file as in memory are copied, and views may repeat the file's bytes without end. So all
+# copies together may have this many bytes for each byte of the file, and as many more.
+_COPIES, _COPIED = 4, 64 << 20
 
 
 def read_torch_file(folder: Folder, name: str) -> Contents:
@@ -67,7 +70,12 @@ def _contents(
     folder: Folder, name: str, view: memoryview, size: int, *, is_whole: bool
 ) -> tuple[dict[str, TensorPlace], dict[str, bytes], Mapping[str, Path]] | None:
     """Return tensors, objects and paths. None if that takes bytes of tensors, and the view does not have them."""
-    value, storages = _loaded(folder, name, view, size)
+    try:
+        value = _loaded(folder, name, view, size)
+    except CorruptCheckpointError as error:
+        if is_whole or isinstance(error.__cause__, ArchiveError):
+            raise
+        return None  # sparse tensors, for example, are checked when they are made
     if not isinstance(value, Mapping):
         raise CheckpointError(
             f"{name} in {folder.url} holds a {type(value).__name__}, and a checkpoint is a dict. Save a dict with "
@@ -77,29 +85,37 @@ def _contents(
     base = np.frombuffer(view, np.uint8).ctypes.data if size else 0
     tensors: dict[str, TensorPlace] = {}
     others: dict[str, Leaf] = {}
-    in_place: set[int] = set()
     for key, leaf in leaves.items():
         tensor = leaf.value
+        if not is_text(key):
+            raise malformed(name, 0, size, f"the name {key[:100]!a} is no text")
         if leaf.is_tensor and _lies_plainly(tensor):
-            in_place.add(tensor.untyped_storage().data_ptr())
             offset = tensor.data_ptr() - base if tensor.numel() else 0
             tensors[key] = TensorPlace(tensor.dtype, tuple(tensor.shape), name, offset)
         else:
             others[key] = leaf
-    if not is_whole and not {one.data_ptr() for one in storages if one.nbytes()} <= in_place:
-        return None
     objects = {}
+    room = _COPIES * size + _COPIED
     for key, leaf in others.items():
         if leaf.is_tensor and _is_strided(leaf.value):
-            tensors[key] = _copied(key, leaf.value, name, size)
-        else:
-            objects[key] = encode(key, leaf.value, lambda tensor: tensor).getvalue()
-    is_flat = not objects and all(len(leaf.path) == 1 for leaf in leaves.values())
+            if not is_whole and leaf.value.numel():
+                return None
+            _require_room(key, leaf.value.numel() * leaf.value.itemsize, room, name, size)
+            tensors[key] = _copied(leaf.value, name)
+            room -= len(tensors[key].data or b"")
+            continue
+        objects[key] = encode(key, leaf.value, lambda tensor: tensor).getvalue()
+        if _DATA in objects[key]:  # tensors in an object
+            if not is_whole:
+                return None
+            room -= len(objects[key])
+            _require_room(key, 0, room, name, size)
+    is_flat = all(len(leaf.path) == 1 for leaf in leaves.values())
     return tensors, objects, {} if is_flat else {key: leaf.path for key, leaf in leaves.items()}
 
 
-def _loaded(folder: Folder, name: str, view: memoryview, size: int) -> tuple[Any, list[torch.UntypedStorage]]:
-    """Return the value in the file, and the storages that its tensors share with the view."""
+def _loaded(folder: Folder, name: str, view: memoryview, size: int) -> Any:
+    """Return the value in the file. Its tensors share the memory of the view."""
     try:
         return restricted.load_mapped(view)
     except Refused as error:
@@ -132,13 +148,22 @@ def _lies_plainly(tensor: torch.Tensor) -> bool:
     return _is_strided(tensor) and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _copied(key: str, tensor: torch.Tensor, name: str, size: int) -> TensorPlace:
-    """Return a place with a copy of a tensor's elements, in C order."""
-    if tensor.numel() * tensor.itemsize > size + _REPEATED:
+def _require_room(key: str, nbytes: int, room: int, name: str, size: int) -> None:
+    """Check that there is room in memory for a copy of a tensor.
+
+    Raises:
+        CheckpointError: all copies together would have many times the bytes of the file.
+    """
+    if nbytes > room:
         raise CheckpointError(
-            f"{key!r} in {name} repeats its elements (as after expand) and would need {tensor.nbytes:,} bytes of "
-            f"memory, and the file has {size:,}. Nothing was loaded. Save tensor.clone() of the tensor before expand"
+            f"{key!r} in {name} repeats its elements (as after expand), or those of other tensors. Copies of all such "
+            f"tensors need more than {_COPIES} times the {size:,} bytes of the file. Nothing was loaded. Save "
+            "tensor.contiguous() of tensors that are views, and of expanded tensors only what they repeat"
         )
+
+
+def _copied(tensor: torch.Tensor, name: str) -> TensorPlace:
+    """Return a place with a copy of a tensor's elements, in C order."""
     elements = tensor.detach().resolve_conj().resolve_neg().contiguous()
     data = elements.reshape(-1).view(torch.uint8).numpy().tobytes() if elements.numel() else b""
     return TensorPlace(tensor.dtype, tuple(tensor.shape), name, 0, data)

@@ -5,24 +5,28 @@ torch_xla, a process group, a device, or the command line's packages. No code fr
 a question needs are read.
 
 ``opening`` finds what a path names. ``contents`` lists keys and steps, with ``folding`` and ``trees``. ``values`` shows
-one key, with ``slices``, ``reading``, ``statistics``, ``objects`` and ``layouts`` (from ``shardings``). ``checking``
-finds damage, and ``diffing`` differences. ``explaining`` plans a load onto other ``meshes``. ``reporting`` collects
-what a page shows, and ``pages`` writes it as HTML, with ``treemaps``. Two functions change files: ``pruning`` deletes
-steps of a run, and ``converting`` rewrites a checkpoint. ``text`` makes text safe for terminals.
+one key: ``slices`` are parsed, ``selecting`` and ``reading`` read them (``locating`` helps), and ``statistics``,
+``objects`` and ``layouts`` (from ``shardings``) describe them. ``checking`` finds damage, and ``diffing`` differences.
+``explaining`` plans a load onto other ``meshes``, and into the ``targets`` that ``matching`` compares. ``reporting``
+collects what a page shows, and ``pages`` writes it as HTML, with ``treemaps``. Two functions change files: ``pruning``
+deletes steps of a run, and ``converting`` rewrites a checkpoint. ``words`` describes shapes, and ``text`` is safe for
+terminals.
 """
 
-from torch_xla_ckpt.inspecting.checking import Check, Checks, check
-from torch_xla_ckpt.inspecting.contents import Contents, RunContents, Sort, inspect
+from torch_xla_ckpt.inspecting.checking import Check, Checks, check, require_checked
+from torch_xla_ckpt.inspecting.contents import Contents, RunContents, inspect
 from torch_xla_ckpt.inspecting.converting import Conversion, convert
 from torch_xla_ckpt.inspecting.diffing import Difference, KeyDifference, diff
-from torch_xla_ckpt.inspecting.explaining import Explanation, KeyChange, ProcessPlan, TensorPlan, explain
+from torch_xla_ckpt.inspecting.explaining import Explanation, ProcessPlan, TensorPlan, explain
 from torch_xla_ckpt.inspecting.layouts import Layout
+from torch_xla_ckpt.inspecting.matching import KeyChange
 from torch_xla_ckpt.inspecting.objects import ObjectView
 from torch_xla_ckpt.inspecting.opening import path_of_checkpoint
 from torch_xla_ckpt.inspecting.pages import page
 from torch_xla_ckpt.inspecting.pruning import Pruning, prune, require_deleted
 from torch_xla_ckpt.inspecting.reporting import Report, TensorFacts, report
 from torch_xla_ckpt.inspecting.text import shown
+from torch_xla_ckpt.inspecting.trees import Sort
 from torch_xla_ckpt.inspecting.values import TensorView, show
 
 __all__ = [
@@ -53,6 +57,7 @@ __all__ = [
     "path_of_checkpoint",
     "prune",
     "report",
+    "require_checked",
     "require_deleted",
     "show",
     "shown",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch_xla_ckpt.errors import CheckpointError
-from torch_xla_ckpt.inspecting.opening import open_path
+from torch_xla_ckpt.inspecting.opening import LIGHTNINGS_FILE, open_path
 from torch_xla_ckpt.inspecting.text import plural, shown
 from torch_xla_ckpt.manager import RunFolder
 from torch_xla_ckpt.protocols import Folder
@@ -29,14 +30,14 @@ _SHOWN = 5  # files of a kind that are named
 
 @dataclass(frozen=True)
 class Check:
-    """The result of checking one checkpoint. ``bool`` is False if it is damaged.
+    """The result of checking one checkpoint. ``bool`` is False if it is damaged, or could not be checked.
 
     Args:
-        report: what reading all bytes has found; None if the checkpoint cannot be opened.
+        path: the checkpoint's folder.
+        report: what reading all bytes has found; None if the checkpoint could not be checked.
         leftovers: files of other saves in the folder, which broke off or run now. They take room and harm nothing.
         strangers: files that no save wrote. They are left alone.
-        problem: why the checkpoint cannot be opened; "" if it can.
-        path: the checkpoint's folder.
+        problem: why nothing could be checked; "" if something was.
     """
 
     path: str
@@ -59,7 +60,7 @@ class Check:
     def _lines(self) -> list[str]:
         report = self.report
         if report is None:
-            return [f"DAMAGED  {shown(self.path)}", f"  {shown(self.problem)}"]
+            return [f"NOT CHECKED  {shown(self.path)}", f"  {shown(self.problem)}"]
         read = f"{format_bytes(report.bytes_read)} in {plural(report.files, 'file')}, checked by {report.checked_by}"
         lines = [f"{'whole' if report.ok else 'DAMAGED'}  {shown(self.path)}  {read}"]
         lines += [f"  {shown(damage)}" for damage in report.damages]
@@ -76,7 +77,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Checks:
-    """The results of checking several checkpoints. ``bool`` is False if any of them is damaged.
+    """The results of checking several checkpoints. ``bool`` is False if any is damaged, or could not be checked.
 
     Args:
         checks: one result for each checkpoint, in order.
@@ -92,11 +93,18 @@ class Checks:
     def __bool__(self) -> bool:
         return self.ok
 
+    @property
+    def unanswered(self) -> tuple[Check, ...]:
+        """The checkpoints that could not be checked."""
+        return tuple(one for one in self.checks if one.report is None)
+
     def __str__(self) -> str:
-        damaged = sum(not check for check in self.checks)
         lines = [str(check) for check in self.checks]
         if len(self.checks) != 1:
-            lines.append(f"{plural(len(self.checks), 'checkpoint')}, {damaged or 'none'} damaged")
+            unanswered = len(self.unanswered)
+            damaged = sum(not check for check in self.checks) - unanswered
+            rest = f", {unanswered} not checked" if unanswered else ""
+            lines.append(f"{plural(len(self.checks), 'checkpoint')}, {damaged or 'none'} damaged{rest}")
         return "\n".join(lines)
 
 
@@ -112,29 +120,57 @@ def check(
             not called.
 
     Raises:
-        CheckpointError: there is neither a checkpoint nor a run at a path, or the storage does not answer.
+        CheckpointError: the only path holds neither a checkpoint nor a run, or its storage does not answer. Of several
+            paths, ``Checks.unanswered`` has these.
     """
-    found = []
+    found: list[Check] = []
     for path in paths:
-        target = open_path(path, storage_options, ranks_own=True)
-        if not isinstance(target, RunFolder):
-            found.append(_check(target.location, progress))
-            continue
-        steps = target.committed()
-        if not steps:
-            raise CheckpointError(f"the run {target.location} has no committed step, so there is nothing to check")
-        found += [_check(target.at(step), progress, in_run=True) for step in steps]
+        try:
+            target = open_path(path, storage_options, ranks_own=True)
+            if isinstance(target, RunFolder):
+                found += _check_steps(target, progress)
+            else:
+                found.append(_check(target.location, progress))
+        except CheckpointError as error:
+            if len(paths) == 1:
+                raise
+            found.append(Check(os.fspath(path), None, problem=str(error)))
     return Checks(tuple(found))
 
 
-def _check(location: Location, progress: OnProgress | None, *, in_run: bool = False) -> Check:
-    """Check one checkpoint. In a run, one that cannot be opened is a result, so that the others are checked too."""
-    try:
-        report = verify(location, progress=progress or False)
-    except CheckpointError as error:
-        if not in_run:
-            raise
-        return Check(location.url, None, problem=str(error))
+def require_checked(found: Checks) -> None:
+    """Raise an error if some checkpoints could not be checked.
+
+    Raises:
+        CheckpointError: naming these checkpoints.
+    """
+    if rest := found.unanswered:
+        raise CheckpointError(
+            f"could not check {', '.join(one.path for one in rest[:_SHOWN])}{_more(rest)}: {rest[0].problem}"
+        )
+
+
+def _check_steps(run: RunFolder, progress: OnProgress | None) -> list[Check]:
+    """Check all steps of a run. Steps that were deleted meanwhile are left out.
+
+    Raises:
+        CheckpointError: the run has no step.
+    """
+    steps = run.committed()
+    if not steps:
+        raise CheckpointError(f"the run {run.location} has no committed step, so there is nothing to check")
+    found = []
+    for step in steps:
+        try:
+            found.append(_check(run.at(step), progress))
+        except CheckpointError as error:
+            if step in run.committed():
+                found.append(Check(run.at(step).url, None, problem=str(error)))
+    return found
+
+
+def _check(location: Location, progress: OnProgress | None) -> Check:
+    report = verify(location, progress=progress or False)
     folder = open_folder(location, sync=False)
     leftovers, strangers = _others(folder)
     return Check(location.url, report, leftovers, strangers)
@@ -146,12 +182,15 @@ def _others(folder: Folder) -> tuple[tuple[str, ...], tuple[str, ...]]:
         listing = read_listing(folder)
     except (CheckpointError, OSError):
         return (), ()
-    own = {METADATA, "meta.pt", ".manager_metadata", f"manifest-{listing.save_id}.json", *listing.files}
+    own = {METADATA, LIGHTNINGS_FILE, ".manager_metadata", f"manifest-{listing.save_id}.json", *listing.files}
     others = sorted(set(folder.names()) - own)
     leftovers = tuple(name for name in others if is_checkpoint_file(name))
     return leftovers, tuple(name for name in others if name not in leftovers)
 
 
-def _some(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return shown(", ".join(names[:_SHOWN])) + more
+def _some(names: Sequence[str]) -> str:
+    return shown(", ".join(names[:_SHOWN])) + _more(names)
+
+
+def _more(things: Sequence[object]) -> str:
+    return f" and {len(things) - _SHOWN} more" if len(things) > _SHOWN else ""

@@ -6,19 +6,18 @@ import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Any, Literal
+from typing import Any
 
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.inspecting.folding import Fold, fold
 from torch_xla_ckpt.inspecting.opening import Checkpoint, Writer, open_path
 from torch_xla_ckpt.inspecting.shardings import short_sharding
 from torch_xla_ckpt.inspecting.text import plural, shown, table
-from torch_xla_ckpt.inspecting.trees import tree_lines
+from torch_xla_ckpt.inspecting.trees import Sort, tree_lines
+from torch_xla_ckpt.inspecting.words import shape_words
 from torch_xla_ckpt.manager import RunFolder, RunStep, keep
 from torch_xla_ckpt.reports import format_bytes
 from torch_xla_ckpt.storage import ListedKey, PathLike
-
-Sort = Literal["saved", "key", "bytes"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,8 @@ class Contents:
 
     Args:
         path: the checkpoint's folder.
-        writer: "torch_xla_ckpt", "dcp" (stock), "lightning", or "torch_xla" (its manager).
+        writer: "torch_xla_ckpt", "dcp" (stock, or torch_xla's planners), "lightning", "torch_xla" (its manager),
+            "safetensors", or "torch.save".
         keys: the keys, in saved order.
         nbytes: bytes of all tensors and objects.
         files: number of data files.
@@ -50,22 +50,24 @@ class Contents:
     saved_by: str = ""
 
     def head(self) -> str:
-        """Return the path, and one line about the checkpoint as a whole."""
-        return f"{shown(self.path)}\n  {self.summary()}"
+        """Return the path, and two lines about the checkpoint as a whole."""
+        return "\n  ".join([shown(self.path), *self.facts()])
 
-    def summary(self) -> str:
-        """Return one line about the checkpoint as a whole."""
+    def facts(self) -> tuple[str, str]:
+        """Return one line about the checkpoint's size, and one about its origin."""
         tensors = sum(one.dtype is not None for one in self.keys)
-        facts = [
+        size = [
             plural(tensors, "tensor"),
             plural(len(self.keys) - tensors, "object"),
             format_bytes(self.nbytes),
             f"in {plural(self.files, 'file')}",
+        ]
+        origin = [
             f"by {self.writer}",
             *([f"step {self.step}"] if self.step is not None else []),
             *([self.time] if self.time else []),
         ]
-        return shown(", ".join(facts))
+        return shown(", ".join(size)), shown(", ".join(origin))
 
     def rows(self, *, every: bool = False, sort: Sort = "saved") -> list[Fold[ListedKey]]:
         """Return the lines of the table.
@@ -88,13 +90,15 @@ class Contents:
         rows = self.rows(every=every, sort=sort)
         return table(HEAD, [cells(row) for row in rows], right={0, 1, 2})
 
-    def tree(self, depth: int | None = None) -> str:
-        """Return the keys as a tree with sizes added up. Branches that are alike share a line.
+    def tree(self, depth: int | None = None, *, every: bool = False, sort: Sort = "saved") -> str:
+        """Return the keys as a tree with sizes added up.
 
         Args:
             depth: levels to show. Default: all.
+            every: give every branch a line of its own. Default: branches that are alike share a line.
+            sort: the order of branches; see ``rows``.
         """
-        return "\n".join(tree_lines(self.keys, depth))
+        return "\n".join(tree_lines(self.keys, depth, every=every, sort=sort))
 
     def __str__(self) -> str:
         return f"{self.head()}\n{self.table()}" if self.keys else self.head()
@@ -111,7 +115,7 @@ def cells(row: Fold[ListedKey]) -> tuple[str, ...]:
         format_bytes(sum(one.nbytes for one in row.members)),
         str(sum(one.chunks for one in row.members)),
         first.dtype or "object",
-        "" if first.shape is None else "x".join(map(str, first.shape)) or "scalar",
+        "" if first.shape is None else shape_words(first.shape),
         short_sharding(first.sharding, len(first.shape or ())),
         row.name,
     )
@@ -186,17 +190,23 @@ def inspect(
         path: a checkpoint of this package, of stock DCP, of torch_xla's planners or of Lightning; a run of a
             ``CheckpointManager``; or ``RUN/latest``, ``RUN/best``, ``RUN/best:METRIC:max``. A local path or fsspec URL.
         patterns: globs of the keys to list, such as ``"model.*"``. Default: all keys.
-        keep: for a run, a retention policy; the result says which steps it keeps. Default: none.
+        keep: a retention policy; the result says which steps of a run it keeps. Default: none.
         storage_options: options of the fsspec filesystem behind a URL. Default: none.
 
     Raises:
-        CheckpointError: there is neither a checkpoint nor a run; or a pattern matches no key.
+        CheckpointError: there is neither a checkpoint nor a run; a pattern matches no key; or patterns were given for a
+            run, or a policy for a checkpoint.
         CorruptCheckpointError: ``.metadata`` or the manifest is not what was written.
         UnsafeObjectError: ``.metadata`` names something that could run code.
     """
     found = open_path(path, storage_options)
     if isinstance(found, RunFolder):
         return _run(found, patterns, keep)
+    if keep is not None:
+        raise CheckpointError(
+            f"{found.location} is one checkpoint, and a retention policy is for the steps of a run. Pass the folder "
+            "that holds the run's steps"
+        )
     return contents_of(found, patterns)
 
 

@@ -13,15 +13,16 @@ from torch_xla_ckpt import _dcp, api
 from torch_xla_ckpt.coordination import Processes
 from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError
 from torch_xla_ckpt.inspecting.meshes import MeshPlan
-from torch_xla_ckpt.inspecting.opening import Checkpoint, open_checkpoint, open_path
+from torch_xla_ckpt.inspecting.opening import LIGHTNINGS_FILE, Checkpoint, open_checkpoint, open_path
 from torch_xla_ckpt.inspecting.reading import Values
 from torch_xla_ckpt.inspecting.text import plural, shown
 from torch_xla_ckpt.layout import Box, Shard, TensorLayout
+from torch_xla_ckpt.manager import RunFolder
 from torch_xla_ckpt.planner import CopyPlanner, paths_of
 from torch_xla_ckpt.protocols import TensorAccess
 from torch_xla_ckpt.reports import format_bytes
-from torch_xla_ckpt.serialization import Encoded
-from torch_xla_ckpt.storage import Location, PathLike, ShardWriter, verify
+from torch_xla_ckpt.serialization import METADATA, Encoded
+from torch_xla_ckpt.storage import Location, PathLike, ShardWriter, is_file, open_folder, verify
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,9 @@ def convert(
 ) -> Conversion:
     """Rewrite a checkpoint, in any format that can be read, as a DCP checkpoint of this package with other chunks.
 
-    Reads and writes chunk by chunk. Keys, paths, step, user metadata and the bytes of objects stay. The target is
-    committed in one step, after the proof that its chunks cover every tensor. Then all of it is read back.
+    Reads and writes chunk by chunk. Keys, paths, step, user metadata and the bytes of objects stay, and so does the
+    ``meta.pt`` of Lightning. The target is committed in one step, after the proof that its chunks cover every tensor.
+    Then all of it is read back.
 
     Args:
         source: the checkpoint, as for ``inspect``.
@@ -81,14 +83,13 @@ def convert(
         storage_options: options of the fsspec filesystem behind URLs, for both. Default: none.
 
     Raises:
-        CheckpointError: there is no checkpoint; there is one at the target; or a spec does not fit.
+        CheckpointError: there is no checkpoint; there is something at the target; or a spec does not fit.
         CorruptCheckpointError: bytes of the source, or those that were read back, are not what was written.
     """
     plan = MeshPlan.parse(mesh or "devices=1", specs)
     checkpoint = open_checkpoint(source, storage_options)
     location = Location.of(target, storage_options)
-    if not overwrite and not dry_run:
-        _require_free(target, storage_options)
+    _require_free(location, overwrite)
     values = Values(checkpoint)
     saved = values.metadata.state_dict_metadata
     tensors = {key: one for key, one in saved.items() if isinstance(one, TensorStorageMetadata)}
@@ -110,15 +111,29 @@ def convert(
     return result
 
 
-def _require_free(target: PathLike, storage_options: Mapping[str, Any] | None) -> None:
+def _require_free(location: Location, overwrite: bool) -> None:
+    """Check that the target is free, or holds a checkpoint that may be replaced.
+
+    Raises:
+        CheckpointError: something else is there.
+    """
+    if is_file(location):
+        raise CheckpointError(f"{location} is a file, and convert writes a folder. Choose another path")
     try:
-        found = open_path(target, storage_options)
+        found = open_path(location, ranks_own=True)
     except CheckpointError:
         return
-    kind = "checkpoint" if isinstance(found, Checkpoint) else "run"
-    raise CheckpointError(
-        f"there is a {kind} at {found.location} already. Choose another path, or replace a checkpoint with --overwrite"
-    )
+    if isinstance(found, RunFolder):
+        raise CheckpointError(f"there is a run at {location}. Choose another path, such as {location}/NUMBER")
+    if METADATA not in found.names:
+        raise CheckpointError(
+            f"convert does not replace what is at {location}: a model of another format, or checkpoints of single "
+            "ranks. Choose another path"
+        )
+    if not overwrite:
+        raise CheckpointError(
+            f"there is a checkpoint at {location} already. Choose another path, or replace it with --overwrite"
+        )
 
 
 def _write(checkpoint: Checkpoint, values: Values, access: _FromCheckpoint, location: Location) -> None:
@@ -126,12 +141,16 @@ def _write(checkpoint: Checkpoint, values: Values, access: _FromCheckpoint, loca
     writer = ShardWriter(location, step=listing.step, user_metadata=listing.user_metadata)
     planner = CopyPlanner(paths_of(values.metadata), lambda tensor: access)
     processes = Processes(None, alone=True)
+    lightnings = checkpoint.folder.read(LIGHTNINGS_FILE) if LIGHTNINGS_FILE in checkpoint.names else None
     try:
         with api.readable_errors(processes, f"writing to {location}", "converted"):
             _dcp.save(access.state(), writer, planner, None, True)
     except BaseException:
         writer.abandon()
         raise
+    if lightnings is not None:
+        folder = open_folder(location)
+        folder.replace(LIGHTNINGS_FILE, lightnings, f".{LIGHTNINGS_FILE}.tmp")
     report = verify(location)
     if not report.ok:
         raise CorruptCheckpointError(
@@ -176,12 +195,11 @@ class _FromCheckpoint(TensorAccess):
         return TensorLayout(shape, tensor.dtype, shards, shard_shape, self._plan.describe(key, shape), identical=True)
 
     def fetch(self, tensor: torch.Tensor, layout: TensorLayout, part: int = 0) -> Mapping[Box, torch.Tensor]:
-        (box,) = (shard.box for shard in layout.shards if shard.part == part)
+        box = layout.shards[part].box
         return {box: self._values.tensor(self._keys[id(tensor)], box)}
 
     def host_bytes(self, tensor: torch.Tensor, layout: TensorLayout, part: int = 0) -> int:
-        (box,) = (shard.box for shard in layout.shards if shard.part == part)
-        return box.volume * tensor.itemsize
+        return layout.shards[part].box.volume * tensor.itemsize
 
     def memory(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return None

@@ -13,11 +13,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import UnsafeObjectError
 from torch_xla_ckpt.inspecting.contents import select
-from torch_xla_ckpt.inspecting.folding import fold
+from torch_xla_ckpt.inspecting.folding import Fold, fold
 from torch_xla_ckpt.inspecting.objects import object_text
 from torch_xla_ckpt.inspecting.opening import open_checkpoint
 from torch_xla_ckpt.inspecting.reading import Values, cut
 from torch_xla_ckpt.inspecting.text import plural, shown, table
+from torch_xla_ckpt.inspecting.words import entry_words
 from torch_xla_ckpt.layout import Box
 from torch_xla_ckpt.reports import format_bytes
 from torch_xla_ckpt.serialization import decode
@@ -25,6 +26,8 @@ from torch_xla_ckpt.storage import PathLike, Stored
 
 Status = Literal["equal", "differs", "other shape", "other dtype", "other type", "only in a", "only in b"]
 _SLAB_BYTES = 128 << 20  # large slabs, so that few blocks are read twice where the chunks differ
+_SMALL = 1 << 20  # mean size in bytes of chunks below which they are not read one by one
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,8 @@ class KeyDifference:
             values cannot be compared; "other type" is a tensor against an object. "only in a", "only in b".
         a, b: the value in each checkpoint, in words; "" where a checkpoint lacks the key.
         share: share of the elements that differ, between 0 and 1; None unless the status is "differs" or "equal".
-        max_abs: largest absolute difference of two elements; NaN if one of them is NaN. None for objects, and unless
-            the status is "differs".
+        max_abs: largest absolute difference of two elements; NaN if one of them is NaN, or if torch cannot compute with
+            the dtype. None for objects, and unless the status is "differs".
     """
 
     key: str
@@ -74,12 +77,23 @@ class Difference:
     def __bool__(self) -> bool:
         return not self.same
 
-    def __str__(self) -> str:
+    def text(self, *, every: bool = False) -> str:
+        """Return a table of the keys that differ.
+
+        Args:
+            every: give each key a line of its own, equal keys too. Default: keys that differ only in numbers share a
+                line, which has the largest numbers of its keys.
+        """
         lines = [f"a: {shown(self.a)}", f"b: {shown(self.b)}"]
         unequal = [one for one in self.keys if one.status != "equal"]
+        folded = (
+            [Fold(one.key, (one,)) for one in self.keys]
+            if every
+            else fold(unequal, lambda one: one.key, lambda one: (one.status, one.a, one.b))
+        )
         rows = [
             (line.members[0].status, _percent(line.members), _largest(line.members), _both(line.members[0]), line.name)
-            for line in fold(unequal, lambda one: one.key, lambda one: (one.status, one.a, one.b))
+            for line in folded
         ]
         if rows:
             lines.append(table(("", "elements", "max abs", "a -> b", "key"), rows, {1, 2}))
@@ -88,6 +102,9 @@ class Difference:
             f"{plural(equal, 'key')} equal, {len(self.keys) - equal:,} not; read {format_bytes(self.bytes_read)}"
         )
         return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.text()
 
 
 def diff(
@@ -141,15 +158,15 @@ class _Comparison:
     def _key(self, key: str) -> KeyDifference:
         a, b = (values.metadata.state_dict_metadata.get(key) for values in (self.a, self.b))
         if a is None or b is None:
-            return KeyDifference(key, "only in b" if a is None else "only in a", _words(a), _words(b))
+            return KeyDifference(key, "only in b" if a is None else "only in a", entry_words(a), entry_words(b))
         if isinstance(a, TensorStorageMetadata) != isinstance(b, TensorStorageMetadata):
-            return KeyDifference(key, "other type", _words(a), _words(b))
+            return KeyDifference(key, "other type", entry_words(a), entry_words(b))
         if not isinstance(a, TensorStorageMetadata) or not isinstance(b, TensorStorageMetadata):
             return self._objects(key)
         if a.size != b.size:
-            return KeyDifference(key, "other shape", _words(a), _words(b))
+            return KeyDifference(key, "other shape", entry_words(a), entry_words(b))
         if a.properties.dtype != b.properties.dtype:
-            return KeyDifference(key, "other dtype", _words(a), _words(b))
+            return KeyDifference(key, "other dtype", entry_words(a), entry_words(b))
         return self._tensors(key, a, b)
 
     def _objects(self, key: str) -> KeyDifference:
@@ -173,6 +190,8 @@ class _Comparison:
         chunks = [_boxes(a), _boxes(b)]
         if set(chunks[0]) == set(chunks[1]):
             boxes = [box for box in chunks[0] if not self._has_same_bytes(key, box)]
+            if boxes and _nbytes(a) < _SMALL * len(chunks[0]):
+                boxes = [Box.whole(a.size)]
             self._advance(_nbytes(a) - sum(box.volume for box in boxes) * a.properties.dtype.itemsize)
         else:
             boxes = [Box.whole(a.size)]
@@ -211,15 +230,26 @@ def _compared(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
     """Return the number of elements whose bits differ, and the largest absolute difference."""
     if not a.numel():
         return 0, 0.0
-    bits = (one.reshape(-1).view(torch.uint8).reshape(-1, one.itemsize) for one in (a, b))
-    first, second = bits
+    first, second = _bits(a), _bits(b)
     if torch.equal(first, second):
         return 0, 0.0
-    differs = (first != second).any(dim=1)
-    values = [_wide(one.reshape(-1)[differs]) for one in (a, b)]
+    differs = first != second
+    if differs.dim() > 1:
+        differs = differs.any(dim=1)
+    try:
+        # The bits are selected, because torch selects no elements of some dtypes.
+        values = [_wide(bits[differs].reshape(-1).view(a.dtype)) for bits in (first, second)]
+    except (RuntimeError, NotImplementedError):  # torch computes nothing with some dtypes, such as float4_e2m1fn_x2
+        return int(differs.sum()), math.nan
     largest = (values[0] - values[1]).abs()
     largest[values[0] == values[1]] = 0  # infinities, and zeros of other signs
     return int(differs.sum()), float(largest.max())
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of each element as an integer, or as two where torch has no integer of the size."""
+    flat = tensor.reshape(-1)
+    return flat.view(torch.int64).reshape(-1, 2) if flat.itemsize == 16 else flat.view(_INTEGERS[flat.itemsize])
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -246,15 +276,6 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _nbytes(saved: TensorStorageMetadata) -> int:
     return math.prod(saved.size) * saved.properties.dtype.itemsize
-
-
-def _words(saved: Any) -> str:
-    if saved is None:
-        return ""
-    if not isinstance(saved, TensorStorageMetadata):
-        return "object"
-    dtype = str(saved.properties.dtype).removeprefix("torch.")
-    return f"{dtype} {'x'.join(map(str, saved.size)) or 'scalar'}"
 
 
 def _both(one: KeyDifference) -> str:

@@ -6,28 +6,26 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from torch_xla_ckpt import _dcp
-from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
 from torch_xla_ckpt.inspecting.folding import fold
+from torch_xla_ckpt.inspecting.matching import KeyChange, matched
 from torch_xla_ckpt.inspecting.meshes import MeshPlan
 from torch_xla_ckpt.inspecting.opening import open_checkpoint
 from torch_xla_ckpt.inspecting.reading import Values, stored
-from torch_xla_ckpt.inspecting.text import shown, table
+from torch_xla_ckpt.inspecting.targets import target_of
+from torch_xla_ckpt.inspecting.text import plural, shown, table
 from torch_xla_ckpt.layout import Box
-from torch_xla_ckpt.planner import pair_wrapped_keys, plan_reads
 from torch_xla_ckpt.reports import format_bytes
 from torch_xla_ckpt.storage import PathLike, planned_bytes
 
 _BUDGET = 1 << 30  # bytes; ``ShardReader``'s default for what is read and not committed yet
 _OVER_READ = 1.5  # bytes read over bytes needed from which a warning is due
-
-Change = Literal["cast", "other shape", "missing", "unexpected"]
 
 
 @dataclass(frozen=True)
@@ -51,22 +49,6 @@ class ProcessPlan:
     bytes_read: int
     bytes_put: int
     host_bytes: int
-
-
-class KeyChange(NamedTuple):
-    """A key that the target and the checkpoint do not share as it is.
-
-    Args:
-        key: the key.
-        change: "cast": the dtypes differ. "other shape". "missing": the checkpoint lacks it. "unexpected": the target
-            lacks it, so that a load creates it, or leaves it out.
-        saved, target: the value on each side, in words; "" if there is none.
-    """
-
-    key: str
-    change: Change
-    saved: str
-    target: str
 
 
 @dataclass(frozen=True)
@@ -153,8 +135,8 @@ def explain(
         specs: the axes that cut the dimensions of keys: "*.weight=fsdp,tensor". "-" leaves a dimension whole. The first
             glob that matches a key counts; other keys are replicated.
         processes: number of processes, which share the devices in order. Default 1.
-        against: the target: a checkpoint or model whose keys, shapes and dtypes the job would load into. Default: the
-            keys of the checkpoint itself.
+        against: the target: a checkpoint or model whose keys, shapes and dtypes the job would load into; or a
+            ``config.json`` of transformers, which must be installed. Default: the keys of the checkpoint itself.
         storage_options: options of the fsspec filesystem behind URLs. Default: none.
 
     Raises:
@@ -163,24 +145,28 @@ def explain(
     plan = MeshPlan.parse(mesh, specs)
     if processes < 1 or plan.devices % processes:
         raise CheckpointError(f"{plan.devices} devices cannot be shared evenly by {processes} processes")
-    values = Values(open_checkpoint(path, storage_options))
+    checkpoint = open_checkpoint(path, storage_options)
+    values = Values(checkpoint)
     saved = values.metadata.state_dict_metadata
-    target = (
-        saved if against is None else Values(open_checkpoint(against, storage_options)).metadata.state_dict_metadata
-    )
-    pairs, changes = _match(target, saved)
-    tensors = {key: one for key in pairs.values() if isinstance(one := saved[key], TensorStorageMetadata)}
+    created, changes, left = [], [], []
+    chosen = list(saved)
+    if against is not None:
+        found = matched(target_of(against, values.metadata, storage_options), values.metadata)
+        created = [source for key, source in found.sources.items() if key in found.created]
+        chosen = [one for key, one in found.sources.items() if key not in found.created]
+        changes, left = found.changes, found.not_requested
+    tensors = {key: one for key in chosen if isinstance(one := saved[key], TensorStorageMetadata)}
     if unused := plan.unused(list(tensors)):
         raise CheckpointError(f"no tensor matches {', '.join(map(repr, unused))}. 'xc ls PATH' lists the keys")
-    boxes = {key: plan.boxes(key, tuple(one.size)) for key, one in tensors.items()}
+    boxes = plan.boxes_of({key: tuple(one.size) for key, one in tensors.items()})
+    whole = [*created, *(key for key in chosen if key not in tensors)]
     share = plan.devices // processes
-    objects = [key for key in pairs.values() if key not in tensors]
     plans = [
-        _process(values, plan, number, range(number * share, (number + 1) * share), tensors, boxes, objects)
+        _process(values, plan, number, range(number * share, (number + 1) * share), tensors, boxes, whole)
         for number in range(processes)
     ]
     return Explanation(
-        path=str(path),
+        path=checkpoint.location.url,
         mesh=dict(plan.axes),
         processes=tuple(plans),
         tensors=tuple(
@@ -194,7 +180,7 @@ def explain(
             for key, one in tensors.items()
         ),
         changes=tuple(changes),
-        warnings=tuple(_warnings(plans, changes, plan, tensors)),
+        warnings=tuple(_warnings(plans, changes, left, plan, tensors)),
     )
 
 
@@ -205,18 +191,24 @@ def _process(
     devices: range,
     tensors: Mapping[str, TensorStorageMetadata],
     boxes: Mapping[str, Sequence[Box]],
-    objects: Sequence[str],
+    whole: Sequence[str],
 ) -> ProcessPlan:
-    items: list[ReadItem] = [_dcp.read_object(key, key) for key in objects]
-    needed = sum(stored(values.metadata, key).length for key in objects)
-    put = largest = 0
+    """Plan the reads of one process: its boxes of tensors, and keys that every process reads whole."""
+    items: list[ReadItem] = []
+    needed = put = largest = 0
+    for key in whole:
+        saved = values.metadata.state_dict_metadata[key]
+        if isinstance(saved, TensorStorageMetadata):
+            box = Box.whole(saved.size)
+            items += _reads(values, key, [box])
+            needed += box.volume * saved.properties.dtype.itemsize
+        else:
+            items.append(_dcp.read_object(key, key))
+            needed += stored(values.metadata, key).length
     for key, saved in tensors.items():
         itemsize = saved.properties.dtype.itemsize
         own = [box for box in dict.fromkeys(boxes[key][device] for device in devices) if box.volume]
-        planned = plan_reads(key, key, own, saved)
-        if planned.flaws:
-            raise CheckpointError(f"{key!r} cannot be loaded: {'; '.join(map(str, planned.flaws[:3]))} in its chunks")
-        items += planned.items
+        items += _reads(values, key, own)
         needed += sum(box.volume for box in own) * itemsize
         shard = math.prod(plan.shard_shape(key, saved.size)) * itemsize
         put += shard * len(devices)
@@ -228,31 +220,23 @@ def _process(
     )
 
 
-def _match(target: Mapping[str, Any], saved: Mapping[str, Any]) -> tuple[dict[str, str], list[KeyChange]]:
-    """Return the saved key for each key of the target that can be loaded, and the keys that differ."""
-    wrapped = pair_wrapped_keys(target, saved)
-    pairs: dict[str, str] = {}
-    changes: list[KeyChange] = []
-    for key, wanted in target.items():
-        source = key if key in saved else wrapped.get(key)
-        if source is None:
-            changes.append(KeyChange(key, "missing", "", _words(wanted)))
-            continue
-        found = saved[source]
-        is_tensor = isinstance(wanted, TensorStorageMetadata)
-        if is_tensor != isinstance(found, TensorStorageMetadata) or (is_tensor and wanted.size != found.size):
-            changes.append(KeyChange(key, "other shape", _words(found), _words(wanted)))
-            continue
-        pairs[key] = source
-        if is_tensor and wanted.properties.dtype != found.properties.dtype:
-            changes.append(KeyChange(key, "cast", _words(found), _words(wanted)))
-    used = set(pairs.values()) | {one.key for one in changes}
-    changes += [KeyChange(key, "unexpected", _words(found), "") for key, found in saved.items() if key not in used]
-    return pairs, changes
+def _reads(values: Values, key: str, boxes: Sequence[Box]) -> Sequence[ReadItem]:
+    planned = values.planner(key).plan(boxes)
+    if planned.flaws:
+        raise IncompleteCheckpointError(
+            f"{key!r} cannot be loaded: {'; '.join(map(str, planned.flaws[:3]))} in its chunks. 'xc verify' lists all "
+            "such keys. Restore from another checkpoint",
+            [key],
+        )
+    return planned.items
 
 
 def _warnings(
-    plans: Sequence[ProcessPlan], changes: Sequence[KeyChange], plan: MeshPlan, tensors: Mapping[str, Any]
+    plans: Sequence[ProcessPlan],
+    changes: Sequence[KeyChange],
+    left: Sequence[str],
+    plan: MeshPlan,
+    tensors: Mapping[str, Any],
 ) -> list[str]:
     notes = []
     most = max(plans, key=lambda one: one.bytes_read / max(one.bytes_needed, 1))
@@ -261,9 +245,17 @@ def _warnings(
             f"process {most.process} reads {most.bytes_read / most.bytes_needed:.1f} times what it needs, because it "
             "needs parts of blocks that are cut otherwise. 'xc convert' with this mesh rewrites the checkpoint to fit"
         )
-    refused = sum(one.change in ("missing", "other shape") for one in changes)
+    refused = sum(one.change in ("missing", "other shape", "other type") for one in changes)
+    if left:
+        notes.append(
+            f"the target does not name the part of {plural(len(left), 'key')}, which a load leaves out: {left[0]!r}, "
+            "for one"
+        )
     if refused:
-        notes.append(f"a load with the default options would fail because of {refused} keys. See docs/restoring.md")
+        notes.append(
+            f"a load with the default options would fail because of {plural(refused, 'key')}. docs/restoring.md has "
+            "the options"
+        )
     padded = [
         key
         for key, one in tensors.items()
@@ -281,16 +273,6 @@ def _warnings(
                 f"no --spec names {len(whole)} tensors ({format_bytes(nbytes)}), so every device gets all of them"
             )
     return notes
-
-
-def _words(entry: Any) -> str:
-    if not isinstance(entry, TensorStorageMetadata):
-        return "object"
-    return f"{str(entry.properties.dtype).removeprefix('torch.')} {_shape(entry.size)}"
-
-
-def _shape(size: torch.Size) -> str:
-    return "x".join(map(str, size)) or "scalar"
 
 
 def _range(numbers: Sequence[int]) -> str:

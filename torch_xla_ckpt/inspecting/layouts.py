@@ -13,6 +13,7 @@ from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.inspecting.reading import stored
 from torch_xla_ckpt.inspecting.shardings import tiling_of
 from torch_xla_ckpt.inspecting.text import plural, shown, table
+from torch_xla_ckpt.inspecting.words import shape_words
 from torch_xla_ckpt.layout import Box
 
 _MOST_CELLS = 16  # rows and columns of the drawing
@@ -64,7 +65,7 @@ class Layout:
 
     def __str__(self) -> str:
         what = "devices that held each box" if self.devices else "who wrote each chunk (no sharding was recorded)"
-        lines = [f"{shown(self.key)}: {'x'.join(map(str, self.shape)) or 'scalar'}, {what}"]
+        lines = [f"{shown(self.key)}: {shape_words(self.shape)}, {what}"]
         if self.sharding:
             lines.append(f"  saved sharding  {shown(self.sharding)}")
         lines += [f"  {line}" for line in self._drawing().splitlines()]

@@ -6,7 +6,7 @@ import fnmatch
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch_xla_ckpt.errors import CheckpointError
@@ -96,6 +96,17 @@ class MeshPlan:
             sizes = tuple(min(step, n - offset) for step, n, offset in zip(steps, shape, offsets))
             boxes.append(Box(tuple(offsets), sizes))
         return boxes
+
+    def boxes_of(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Sequence[Box]]:
+        """Return the box of each device, for several tensors. Tensors that are cut alike share their boxes."""
+        known: dict[tuple[Spec | None, tuple[int, ...]], Sequence[Box]] = {}
+        found = {}
+        for key, shape in shapes.items():
+            cut = self.spec_of(key), shape
+            if cut not in known:
+                known[cut] = self.boxes(key, shape)
+            found[key] = known[cut]
+        return found
 
     def describe(self, key: str, shape: Sequence[int]) -> str:
         """Return the sharding of a key for people."""

@@ -29,6 +29,9 @@ from torch_xla_ckpt.storage import (
 )
 
 Writer = Literal["torch_xla_ckpt", "dcp", "lightning", "torch_xla", "safetensors", "torch.save"]
+LIGHTNINGS_FILE = "meta.pt"
+"""The file beside DCP's in sharded checkpoints of Lightning's own strategies: an archive of ``torch.save``."""
+_LIGHTNINGS_KEY = "pytorch-lightning_version"  # what every checkpoint file of Lightning has
 _OWN_METADATA = re.compile(r"__(\d+)\.metadata")
 _STEP_NAME = re.compile(r"latest|best(?::(?P<metric>[^:]+)(?::(?P<mode>min|max))?)?")
 
@@ -58,7 +61,9 @@ class Checkpoint:
 
     def writer(self, listing: Listing) -> Writer:
         """Return the kind of program that wrote the checkpoint."""
-        if listing.kind == "dcp" and "meta.pt" in self.names:
+        if listing.kind == "dcp" and LIGHTNINGS_FILE in self.names:
+            return "lightning"
+        if listing.kind == "torch.save" and any(one.key == _LIGHTNINGS_KEY for one in listing.keys):
             return "lightning"
         if listing.kind == "dcp" and ".manager_metadata" in self.names:
             return "torch_xla"
@@ -78,7 +83,7 @@ class Checkpoint:
 
 
 def open_path(
-    path: PathLike, storage_options: Mapping[str, Any] | None = None, *, ranks_own: bool = False
+    path: PathLike | Location, storage_options: Mapping[str, Any] | None = None, *, ranks_own: bool = False
 ) -> Checkpoint | RunFolder:
     """Return the checkpoint or the run at a path.
 
@@ -108,7 +113,7 @@ def open_path(
     run = RunFolder(location)
     if _is_run(run):
         return run
-    named = _named_step(path, storage_options) if not names else None
+    named = _named_step(path, storage_options) if not names and not isinstance(path, Location) else None
     return named or _raise_nothing_there(location, folder, names)
 
 

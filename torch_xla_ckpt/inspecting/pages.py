@@ -11,6 +11,7 @@ from torch_xla_ckpt.inspecting.layouts import Layout
 from torch_xla_ckpt.inspecting.reporting import Report, TensorFacts
 from torch_xla_ckpt.inspecting.text import shown
 from torch_xla_ckpt.inspecting.treemaps import Tile, treemap
+from torch_xla_ckpt.inspecting.words import shape_words
 from torch_xla_ckpt.layout import Box
 from torch_xla_ckpt.reports import format_bytes
 
@@ -61,7 +62,7 @@ def page(report: Report) -> str:
 def _contents(report: Report, contents: Contents) -> Iterator[str]:
     if report.run is not None:
         yield f"<h2>Newest whole step: {_text(contents.path)}</h2>"
-    yield f"<p>{_text(contents.summary())}</p>"
+    yield f"<p>{_text(', '.join(contents.facts()))}</p>"
     yield from _suspicious(report)
     yield "<h2>Sizes by module</h2>"
     yield _treemap(contents)
@@ -94,7 +95,7 @@ def _statistics(tensors: Sequence[TensorFacts]) -> str:
     for one in tensors[:_MOST_ROWS]:
         found = one.statistics
         numbers = ["" if n is None else f"{n:.4g}" for n in (found.min, found.max, found.mean, found.std)]
-        shape = "x".join(map(str, one.shape)) or "scalar"
+        shape = shape_words(one.shape)
         rows.append((one.key, one.dtype, shape, *numbers, f"{found.zeros:,}", ", ".join(one.suspicions)))
     head = ("key", "dtype", "shape", "min", "max", "mean", "std", "zeros", "suspicious")
     return _table(head, rows, right={3, 4, 5, 6, 7}, keys={0}, bad={8}) + _cut(len(tensors))
@@ -143,7 +144,7 @@ def _tile(tile: Tile) -> str:
 
 
 def _layout(layout: Layout) -> str:
-    shape = "x".join(map(str, layout.shape)) or "scalar"
+    shape = shape_words(layout.shape)
     held = list(layout.holders().items())[:_MOST_BOXES]
     dims = [dim for dim in range(len(layout.shape)) if len({box.offsets[dim] for box, _ in held}) > 1][:2]
     dims += [dim for dim in reversed(range(len(layout.shape))) if dim not in dims][: 2 - len(dims)]

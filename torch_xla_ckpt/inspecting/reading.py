@@ -12,13 +12,15 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
+from torch_xla_ckpt.inspecting.locating import located
 from torch_xla_ckpt.inspecting.opening import Checkpoint
-from torch_xla_ckpt.layout import Box
-from torch_xla_ckpt.planner import plan_reads
+from torch_xla_ckpt.layout import Box, Flaw
+from torch_xla_ckpt.planner import ReadPlanner
 from torch_xla_ckpt.storage import Stored
 
 PIECE_BYTES = 32 << 20
 """Size in bytes of the pieces in which large tensors are read, so that memory is bounded."""
+_LARGE = 1 << 20  # mean size in bytes of a tensor's chunks from which the pieces follow the chunks
 
 
 class Values:
@@ -30,6 +32,8 @@ class Values:
 
     def __init__(self, checkpoint: Checkpoint):
         self._reader, self.metadata = checkpoint.reader()
+        self._folder = checkpoint.folder
+        self._planners: dict[str, ReadPlanner] = {}
 
     @property
     def bytes_read(self) -> int:
@@ -56,6 +60,28 @@ class Values:
         """
         return stored(self.metadata, key, offsets)
 
+    def saved_tensor(self, key: str) -> TensorStorageMetadata:
+        """Return DCP's entry for the key of a tensor."""
+        entry = self.entry(key)
+        assert isinstance(entry, TensorStorageMetadata)
+        return entry
+
+    def planner(self, key: str) -> ReadPlanner:
+        """Return the planner of reads of a tensor, which indexes the tensor's chunks once."""
+        if key not in self._planners:
+            self._planners[key] = ReadPlanner(key, key, self.saved_tensor(key))
+            self._locate(key)
+        return self._planners[key]
+
+    def _locate(self, key: str) -> None:
+        """Find the elements of large chunks that stock DCP wrote, so that parts of them can be read."""
+        saved, places = self.saved_tensor(key), self.metadata.storage_data
+        for chunk in saved.chunks:
+            place = MetadataIndex(key, chunk.offsets)
+            dtype = saved.properties.dtype
+            if math.prod(chunk.sizes) * dtype.itemsize > PIECE_BYTES and isinstance(places, dict) and place in places:
+                places[place] = located(self._folder, Stored.of(places[place]), chunk.sizes, dtype)
+
     def tensor(self, key: str, box: Box) -> torch.Tensor:
         """Return the elements of a box as a host tensor.
 
@@ -63,18 +89,13 @@ class Values:
             IncompleteCheckpointError: the saved chunks do not hold every element of the box exactly once.
             CorruptCheckpointError: the bytes are not what was written.
         """
-        saved = self.entry(key)
-        assert isinstance(saved, TensorStorageMetadata)
-        buffer = _empty(key, box.sizes, saved.properties.dtype)
+        dtype = self.saved_tensor(key).properties.dtype
         if not box.volume:
-            return buffer
-        planned = plan_reads(key, key, [box], saved)
+            return _empty(key, box.sizes, dtype)
+        planned = self.planner(key).plan([box])
         if planned.flaws:
-            raise IncompleteCheckpointError(
-                f"cannot read {key!r}: {'; '.join(map(str, planned.flaws[:3]))} in the saved chunks. Restore from "
-                "another checkpoint",
-                [key],
-            )
+            raise _incomplete(key, planned.flaws)
+        buffer = _empty(key, box.sizes, dtype)
         self._reader.read_data(LoadPlan(planned.items), _Buffer(buffer))
         return buffer
 
@@ -85,17 +106,36 @@ class Values:
         return target.data
 
     def pieces(self, key: str, box: Box) -> Iterator[Box]:
-        """Cut a box into pieces that take bounded memory, each in one saved chunk if chunks can be cut.
+        """Cut a box into pieces of bounded size that hold each element once. They follow the chunks if these are large.
 
-        Chunks of other writers are read whole, because their elements cannot be found without parsing the item.
+        Chunks whose elements cannot be found without rebuilding the tensor are read whole.
+
+        Raises:
+            IncompleteCheckpointError: the saved chunks do not hold every element of the box exactly once.
         """
-        saved = self.entry(key)
-        assert isinstance(saved, TensorStorageMetadata)
+        if not box.volume:
+            return
+        planner, saved = self.planner(key), self.saved_tensor(key)
+        itemsize = saved.properties.dtype.itemsize
+        if math.prod(saved.size) * itemsize < _LARGE * len(saved.chunks):
+            yield from cut(box, itemsize)
+            return
+        volume = 0
         for chunk in saved.chunks:
             inside = intersection(box, _dcp.box_of(chunk))
             if inside is not None:
+                volume += inside.volume
                 is_plain = self.stored(key, chunk.offsets).data is not None
-                yield from cut(inside, saved.properties.dtype.itemsize) if is_plain else [inside]
+                yield from cut(inside, itemsize) if is_plain else [inside]
+        if volume != box.volume:
+            raise _incomplete(key, planner.plan([box]).flaws)
+
+
+def _incomplete(key: str, flaws: Sequence[Flaw]) -> IncompleteCheckpointError:
+    return IncompleteCheckpointError(
+        f"cannot read {key!r}: {'; '.join(map(str, flaws[:3]))} in the saved chunks. Restore from another checkpoint",
+        [key],
+    )
 
 
 def stored(metadata: Metadata, key: str, offsets: torch.Size | None = None) -> Stored:
@@ -137,8 +177,10 @@ def _empty(key: str, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     try:
         return torch.empty(sizes, dtype=dtype)
     except RuntimeError as error:
+        nbytes = math.prod(sizes) * dtype.itemsize
         raise CheckpointError(
-            f"cannot read {key!r}: this command shows no tensors of {dtype}. Load the tensor with torch_xla_ckpt.load"
+            f"cannot read {key!r}: there is no memory for {nbytes:,} bytes, or torch makes no tensors of {dtype}. Ask "
+            "for a slice of the tensor"
         ) from error
 
 

@@ -16,7 +16,7 @@ from torch_xla_ckpt.inspecting.folding import fold
 from torch_xla_ckpt.inspecting.layouts import Layout, layout_of
 from torch_xla_ckpt.inspecting.opening import Checkpoint, open_path
 from torch_xla_ckpt.inspecting.reading import Values
-from torch_xla_ckpt.inspecting.statistics import Collector, Statistics
+from torch_xla_ckpt.inspecting.statistics import Collector, Statistics, has_statistics
 from torch_xla_ckpt.inspecting.text import shown
 from torch_xla_ckpt.layout import Box
 from torch_xla_ckpt.manager import RunFolder
@@ -112,7 +112,7 @@ def report(
         step = found.latest()
         if step is None:
             return Report(run, None, (), ())
-        inner = open_path(found.at(step).url, storage_options)
+        inner = open_path(found.at(step), storage_options)
         assert isinstance(inner, Checkpoint)
         found = inner
     contents = contents_of(found)
@@ -123,7 +123,7 @@ def report(
     facts = []
     if values:
         total = sum(one.nbytes for one in tensors)
-        for one in tensors:
+        for one in filter(lambda one: has_statistics(one.dtype or ""), tensors):
             facts.append(_facts(opened, one, (lambda n: progress(n, total)) if progress else None))
     return Report(run, contents, _judged(facts), layouts)
 
@@ -134,18 +134,26 @@ def _facts(values: Values, listed: ListedKey, advance: Callable[[int], object] |
     saved = values.entry(key)
     assert isinstance(saved, TensorStorageMetadata)
     shape = tuple(saved.size)
-    collector = Collector()
+    collector = Collector(key)
     alive = torch.zeros(shape[0], dtype=torch.bool) if len(shape) > 1 else None
     for piece in values.pieces(key, Box.whole(shape)):
         elements = values.tensor(key, piece)
         collector.add(elements)
         if alive is not None:
             rows = slice(piece.offsets[0], piece.offsets[0] + piece.sizes[0])
-            alive[rows] |= (elements.reshape(piece.sizes[0], -1).float() != 0).any(dim=1)
+            alive[rows] |= _is_alive(elements)
         if advance is not None:
             advance(piece.volume * saved.properties.dtype.itemsize)
     dead = None if alive is None else int((~alive).sum())
     return TensorFacts(key, listed.dtype or "", shape, listed.nbytes, collector.result(), dead)
+
+
+def _is_alive(elements: torch.Tensor) -> torch.Tensor:
+    """Return for each index of the first dimension whether it has an element that is not zero."""
+    rows = elements.reshape(elements.shape[0], -1)
+    if rows.is_floating_point() or rows.is_complex():
+        return ((rows if rows.itemsize >= 4 else rows.float()) != 0).any(dim=1)
+    return torch.from_numpy((rows.numpy() != 0).any(axis=1))  # torch lacks operations on unsigned integers
 
 
 def _judged(facts: list[TensorFacts]) -> tuple[TensorFacts, ...]:

@@ -27,6 +27,11 @@ class Region(NamedTuple):
     steps: tuple[int, ...]
     dropped: tuple[int, ...]
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of selected indices in each dimension, those that an index selects included."""
+        return tuple(-(-n // step) for n, step in zip(self.box.sizes, self.steps))
+
 
 def split_key(text: str, keys: Collection[str]) -> tuple[str, str | None]:
     """Return the key and the text of its slices; None if there are no slices.

@@ -6,10 +6,20 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from torch_xla_ckpt.errors import CheckpointError
+
 _AT_ONCE = 1 << 22  # elements that are converted to float64 together
+
+
+def has_statistics(dtype: str) -> bool:
+    """Return whether torch computes with a dtype, given its name."""
+    try:
+        torch.empty(0, dtype=getattr(torch, dtype)).double()
+    except (AttributeError, TypeError, RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -43,18 +53,29 @@ class Statistics:
 
 
 class Collector:
-    """Collects the statistics of a tensor whose elements come in pieces."""
+    """Collects the statistics of a tensor whose elements come in pieces.
 
-    def __init__(self) -> None:
+    Args:
+        key: the tensor's key, for errors.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key
         self._count = self._finite = self._zeros = self._nans = self._infs = 0
         self._mean = self._squares = 0.0
         self._min: float | int = math.inf
         self._max: float | int = -math.inf
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Add the elements of a host tensor."""
+        """Add the elements of a host tensor.
+
+        Raises:
+            CheckpointError: torch cannot compute with the dtype.
+        """
         for part in tensor.reshape(-1).split(_AT_ONCE):
-            self._add(part)
+            if part.numel():
+                self._count += part.numel()
+                self._add(part)
 
     def result(self) -> Statistics:
         """Return the statistics of all elements that were added."""
@@ -71,44 +92,49 @@ class Collector:
         )
 
     def _add(self, part: torch.Tensor) -> None:
-        self._count += part.numel()
-        if not part.numel():
-            return
-        low: float | int
-        high: float | int
         if part.is_floating_point() or part.is_complex():
-            numbers = _doubles(part)
-            nans, infs = np.isnan(numbers), np.isinf(numbers)
-            self._nans += int(nans.sum())
-            self._infs += int(infs.sum())
-            numbers = numbers[~(nans | infs)]
-            if not numbers.size:
+            numbers = self._floats(part)
+            if not numbers.numel():
                 return
-            low, high = float(numbers.min()), float(numbers.max())
-        else:
+            low, high = (float(one) for one in numbers.aminmax())
+            doubles = numbers.double()
+        else:  # numpy, because torch lacks most operations on unsigned integers
             integers = part.numpy()
             low, high = int(integers.min()), int(integers.max())
-            numbers = integers.astype(np.float64)
-        self._zeros += int((numbers == 0).sum())
+            doubles = torch.from_numpy(integers.astype(np.float64))
+        self._zeros += doubles.numel() - int(doubles.count_nonzero())
         self._min, self._max = min(self._min, low), max(self._max, high)
-        self._merge(numbers)
+        self._merge(doubles)
 
-    def _merge(self, numbers: npt.NDArray[np.float64]) -> None:
-        """Add finite numbers to mean and squared deviations, as Chan, Golub and LeVeque do (1979)."""
-        with np.errstate(over="ignore", invalid="ignore"):  # of numbers near the largest double
-            mean = float(numbers.mean())
-            squares = float(np.square(numbers - mean).sum())
-        delta, total = mean - self._mean, self._finite + numbers.size
-        self._squares += squares + delta * delta * self._finite * numbers.size / total
-        self._mean += delta * numbers.size / total
+    def _floats(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the finite elements, or their magnitudes, and count the others."""
+        try:
+            if part.is_complex():
+                part = part.to(torch.complex128).abs()
+            elif part.itemsize < 4:
+                part = part.float()
+        except (RuntimeError, NotImplementedError) as error:
+            raise CheckpointError(
+                f"cannot compute statistics of {self._key!r}: torch {torch.__version__} does not convert {part.dtype}. "
+                "Leave them out with --no-statistics, or statistics=False"
+            ) from error
+        low, high = part.aminmax()  # NaN if any element is NaN
+        if low.isfinite() and high.isfinite():
+            return part
+        nans = int(part.isnan().sum())
+        finite = part[part.isfinite()]
+        self._nans += nans
+        self._infs += part.numel() - nans - finite.numel()
+        return finite
+
+    def _merge(self, numbers: torch.Tensor) -> None:
+        """Add finite doubles to mean and squared deviations, as Chan, Golub and LeVeque do (1979)."""
+        variance, mean = (float(one) for one in torch.var_mean(numbers, correction=0))
+        count = numbers.numel()
+        delta, total = mean - self._mean, self._finite + count
+        self._squares += variance * count + delta * delta * self._finite * count / total
+        self._mean += delta * count / total
         self._finite = total
-
-
-def _doubles(part: torch.Tensor) -> npt.NDArray[np.float64]:
-    """Return floating-point elements, or the magnitudes of complex ones, as numpy's float64."""
-    if part.is_complex():
-        part = part.to(torch.complex128).abs()
-    return (part if part.itemsize >= 4 else part.float()).double().numpy()
 
 
 def _shown(value: float | int) -> str:

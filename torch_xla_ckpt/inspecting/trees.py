@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from torch_xla_ckpt.inspecting.folding import braces
 from torch_xla_ckpt.inspecting.text import plural, shown
+from torch_xla_ckpt.inspecting.words import shape_words
 from torch_xla_ckpt.reports import format_bytes
 from torch_xla_ckpt.storage import ListedKey
 
@@ -28,6 +30,24 @@ class Node:
     nbytes: int = 0
 
 
+Sort = Literal["saved", "key", "bytes"]
+"""The order of keys: as they were saved, by name, or the largest first."""
+
+
+class _Line(NamedTuple):
+    """A line of the tree: one branch, or several that are alike.
+
+    Args:
+        name: the branch's name, or the pattern of the names.
+        times: number of branches.
+        node: the first of them.
+    """
+
+    name: str
+    times: int
+    node: Node
+
+
 def tree_of(keys: Sequence[ListedKey]) -> Node:
     """Return the tree of keys, split at their dots."""
     root = Node()
@@ -41,20 +61,29 @@ def tree_of(keys: Sequence[ListedKey]) -> Node:
     return root
 
 
-def tree_lines(keys: Sequence[ListedKey], depth: int | None) -> Iterator[str]:
-    """Yield the lines of a tree, which ends at ``depth`` levels; None for all levels."""
+def tree_lines(
+    keys: Sequence[ListedKey], depth: int | None, *, every: bool = False, sort: Sort = "saved"
+) -> Iterator[str]:
+    """Yield the lines of a tree.
+
+    Args:
+        keys: the keys.
+        depth: levels to show; None for all levels.
+        every: give every branch a line of its own. Default: branches that are alike share a line.
+        sort: the order of the branches below a branch. Default: as they were saved.
+    """
     # A list instead of recursion: a key may have more dots than Python allows nested calls.
-    waiting = [("", *line) for line in reversed(_folded(tree_of(keys)))]
+    waiting = [("", line) for line in reversed(_lines(tree_of(keys), every, sort))]
     while waiting:
-        indent, name, times, node = waiting.pop()
-        below = _folded(node)
+        indent, (name, times, node) = waiting.pop()
+        below = _lines(node, every, sort)
         while len(below) == 1 and node.leaf is None:  # a branch without a fork takes no line of its own
-            ((part, count, node),) = below
-            name, times = f"{name}.{part}", times * count
-            below = _folded(node)
+            (line,) = below
+            name, times, node = f"{name}.{line.name}", times * line.times, line.node
+            below = _lines(node, every, sort)
         yield f"{indent}{shown(name)}  {_facts(node, times)}"
         if depth is None or len(indent) < 2 * (depth - 1):
-            waiting += [(indent + "  ", part, times * count, one) for part, count, one in reversed(below)]
+            waiting += [(indent + "  ", line._replace(times=times * line.times)) for line in reversed(below)]
 
 
 def _facts(node: Node, times: int) -> str:
@@ -64,11 +93,21 @@ def _facts(node: Node, times: int) -> str:
         return f"{plural(node.count * times, 'key')}, {size}"
     if node.leaf is None or node.leaf.dtype is None:
         return f"{size}, object"
-    return f"{size}, {node.leaf.dtype} {'x'.join(map(str, node.leaf.shape or ())) or 'scalar'}"
+    return f"{size}, {node.leaf.dtype} {shape_words(node.leaf.shape or ())}"
 
 
-def _folded(node: Node) -> list[tuple[str, int, Node]]:
-    """Return the children, those with numbers for names and equal branches joined: name, number of children, child."""
+def _lines(node: Node, every: bool, sort: Sort) -> list[_Line]:
+    """Return the lines of the branches below a node, in order."""
+    lines = [_Line(name, 1, child) for name, child in node.children.items()] if every else _folded(node)
+    if sort == "key":
+        lines.sort(key=lambda line: line.name)
+    elif sort == "bytes":
+        lines.sort(key=lambda line: -line.times * line.node.nbytes)
+    return lines
+
+
+def _folded(node: Node) -> list[_Line]:
+    """Return the branches below a node. Those with numbers for names that are alike share a line."""
     groups: dict[object, list[tuple[int, Node]]] = {}
     order: list[tuple[object, str, Node]] = []
     for name, child in node.children.items():
@@ -84,7 +123,7 @@ def _folded(node: Node) -> list[tuple[str, int, Node]]:
         members = groups.get(group, []) if group is not None else []
         if len(members) > 1:
             name = braces(sorted(number for number, _ in members))
-        lines.append((name, max(1, len(members)), child))
+        lines.append(_Line(name, max(1, len(members)), child))
     return lines
 
 

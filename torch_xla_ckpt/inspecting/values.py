@@ -15,9 +15,12 @@ from torch_xla_ckpt.inspecting.layouts import Layout, layout_of
 from torch_xla_ckpt.inspecting.objects import ObjectView, view_object
 from torch_xla_ckpt.inspecting.opening import open_checkpoint
 from torch_xla_ckpt.inspecting.reading import Values
+from torch_xla_ckpt.inspecting.selecting import selected, selected_pieces
 from torch_xla_ckpt.inspecting.slices import Region, parse_region, split_key
 from torch_xla_ckpt.inspecting.statistics import Collector, Statistics
 from torch_xla_ckpt.inspecting.text import plural, shown
+from torch_xla_ckpt.inspecting.words import shape_words
+from torch_xla_ckpt.layout import Box
 from torch_xla_ckpt.reports import format_bytes
 from torch_xla_ckpt.storage import PathLike
 
@@ -57,7 +60,7 @@ class TensorView:
     layout: Layout
 
     def __str__(self) -> str:
-        shape = "x".join(map(str, self.shape)) or "scalar"
+        shape = shape_words(self.shape)
         chunks = plural(len(self.layout.chunks), "chunk")
         lines = [f"{shown(self.key)}: {self.dtype} {shape}, {format_bytes(self.nbytes)} in {chunks}"]
         if self.layout.sharding:
@@ -103,7 +106,7 @@ def show(
     shape = tuple(saved.size)
     region = parse_region(slices, shape)
     corner = _corner(region)
-    elements = values.tensor(name, corner.box)
+    elements = selected(values, name, corner)
     found = None
     if statistics:
         found = _statistics(values, name, region, elements if corner == region else None)
@@ -115,7 +118,7 @@ def show(
         nbytes=math.prod(shape) * saved.properties.dtype.itemsize,
         region=(slices or "").strip(),
         values_of=_text(corner) if corner != region else (slices or "").strip(),
-        values=_numbers(_selected(elements, corner)),
+        values=_numbers(elements),
         statistics=found,
         bytes_read=values.bytes_read,
         layout=layout_of(values.metadata, name),
@@ -124,21 +127,15 @@ def show(
 
 def _corner(region: Region) -> Region:
     """Return the region itself, or its first rows and columns if it has too many elements."""
-    kept = math.prod(math.ceil(n / step) for n, step in zip(region.box.sizes, region.steps))
-    if kept <= MOST_VALUES:
+    if math.prod(region.sizes) <= MOST_VALUES:
         return region
     free = [dim for dim in range(len(region.steps)) if dim not in region.dropped]
     most = dict(zip(reversed(free), reversed(_CORNER)))
     sizes = tuple(
-        n if dim in region.dropped else min(n, most.get(dim, 1) * step)
+        n if dim in region.dropped else min(n, (most.get(dim, 1) - 1) * step + 1)
         for dim, (n, step) in enumerate(zip(region.box.sizes, region.steps))
     )
-    return region._replace(box=type(region.box)(region.box.offsets, sizes))
-
-
-def _selected(elements: torch.Tensor, region: Region) -> torch.Tensor:
-    """Return the elements of a region from those of its box: every n-th, and without the dropped dimensions."""
-    return elements[tuple(0 if dim in region.dropped else slice(None, None, n) for dim, n in enumerate(region.steps))]
+    return region._replace(box=Box(region.box.offsets, sizes))
 
 
 def _statistics(values: Values, key: str, region: Region, elements: torch.Tensor | None) -> Statistics:
@@ -148,15 +145,14 @@ def _statistics(values: Values, key: str, region: Region, elements: torch.Tensor
         values: the checkpoint's values.
         key: the tensor's key.
         region: the region.
-        elements: the elements of the region's box, if they were read before.
+        elements: the region's elements, if they were read before.
     """
-    collector = Collector()
-    if elements is not None or any(step != 1 for step in region.steps):
-        elements = values.tensor(key, region.box) if elements is None else elements
-        collector.add(_selected(elements, region))
+    collector = Collector(key)
+    if elements is not None:
+        collector.add(elements)
     else:
-        for piece in values.pieces(key, region.box):
-            collector.add(values.tensor(key, piece))
+        for piece in selected_pieces(values, key, region):
+            collector.add(piece.elements)
     return collector.result()
 
 

@@ -51,14 +51,18 @@ def facts_of(step: int, manifest: Manifest) -> Facts:
 def _metrics(given: Any) -> dict[str, float]:
     if not isinstance(given, Mapping):
         return {}
-    return {name: value for name, value in given.items() if isinstance(name, str) and _is_number(value)}
+    numbers = {name: _number(value) for name, value in given.items() if isinstance(name, str)}
+    return {name: value for name, value in numbers.items() if value is not None}
 
 
-def _is_number(value: Any) -> bool:
+def _number(value: Any) -> float | None:
+    """Return a metric; None if the value is none. NaN and infinities are stored as text."""
+    if value in ("nan", "inf", "-inf"):
+        return float(value)
     try:
-        return type(value) in (int, float) and math.isfinite(value)
+        return value if type(value) in (int, float) and math.isfinite(value) else None
     except OverflowError:
-        return False
+        return None
 
 
 def _time(text: Any) -> datetime | None:

@@ -104,7 +104,10 @@ class Latest(Keep):
 
 @dataclass(frozen=True)
 class Best(Keep):
-    """Keep the ``n`` steps with the best value of a metric. Of equal steps keep the later; ignore NaN."""
+    """Keep the ``n`` steps with the best value of a metric. Of equal steps keep the later.
+
+    NaN and infinities are ignored. While no step has a finite value of the metric, the manager deletes nothing.
+    """
 
     n: int
     metric: str
@@ -115,8 +118,8 @@ class Best(Keep):
         _require(self.mode in ("min", "max"), 'mode must be "min" or "max"')
 
     def ranked(self, saved: Sequence[Saved]) -> list[Saved]:
-        """Return the steps that have the metric, best first."""
-        have = [one for one in saved if not math.isnan(one.metrics.get(self.metric, math.nan))]
+        """Return the steps that have a finite value of the metric, best first."""
+        have = [one for one in saved if math.isfinite(one.metrics.get(self.metric, math.nan))]
         sign = 1 if self.mode == "min" else -1
         return sorted(have, key=lambda one: (sign * one.metrics[self.metric], -one.step))
 
@@ -189,17 +192,17 @@ def policy(like: KeepLike) -> Keep:
     """
     if isinstance(like, Keep):
         return like
-    if callable(like):
+    if callable(like) and not isinstance(like, type):
         return Where(like)
     raise TypeError(f"keep= takes policies such as keep.Latest(3), or a function, not {like!r}")
 
 
 def joined(keep: KeepLike | None, max_to_keep: int | None) -> Keep:
     """Return one policy for a manager's options ``keep`` and ``max_to_keep``."""
-    policies = [] if keep is None else [policy(keep)]
+    policies = () if keep is None else _flat(policy(keep))
     if max_to_keep:
-        policies.append(Latest(max_to_keep))
-    return AnyOf(tuple(policies)) if policies else All()
+        policies = (*policies, Latest(max_to_keep))
+    return AnyOf(policies) if policies else All()
 
 
 def now() -> datetime:

@@ -306,7 +306,12 @@ class CheckpointManager(ClosesOnExit):
         return self._run.plan_retention()
 
     def history(self) -> History:
-        """Return the saves of the run: sizes, durations, metrics, and which steps are gone. ``print`` shows a table."""
+        """Return the saves of the run: sizes, durations, metrics, and which steps are gone. ``print`` shows a table.
+
+        Waits until every save that has ended is recorded.
+        """
+        if self._owner.is_here and not self._is_closed:
+            self._saver.wait_for_journal()
         return self._run.journal.history()
 
     @property

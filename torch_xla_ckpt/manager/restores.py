@@ -19,6 +19,7 @@ from torch_xla_ckpt.manager.run import Run
 from torch_xla_ckpt.manager.steps import Steps
 from torch_xla_ckpt.reports import LoadReport
 from torch_xla_ckpt.restoring import OPTIONS, Sharding, require_restorable, restore
+from torch_xla_ckpt.serialization import METADATA
 from torch_xla_ckpt.storage import Location, ShardReader
 
 logger = logging.getLogger(__name__)
@@ -26,8 +27,6 @@ logger = logging.getLogger(__name__)
 # Options of ``torch_xla_ckpt.restore`` that a manager does not take, and what to do instead.
 _ELSEWHERE = {
     "path": "the manager restores from its own path. To start from another one, pass initial_path= to it",
-    "model_key": "pass the module under the key that it has in the checkpoint, such as net=model",
-    "optimizer_key": "pass the optimizer under the key that it has in the checkpoint, such as optim=optimizer",
     "storage_reader": "use torch_xla_ckpt.restore with the path of a step",
     "storage_options": "pass storage_options= to CheckpointManager",
     "process_group": "pass process_group= to CheckpointManager",
@@ -166,9 +165,26 @@ class Restorer:
         step = newest.restore(lambda step: self.step(step, request))
         if step is None:
             newest.require_none()
+            self._require_run()
             if self._initial is not None:
                 self._start_from(self._initial, request)
         return step
+
+    def _require_run(self) -> None:
+        """Check that the run's folder is not itself a checkpoint, such as one step of a run.
+
+        Raises:
+            CheckpointError: it is one, so training would start from nothing by mistake.
+        """
+        steps, place = self._run.steps, self._run.steps.location
+        doing = f"looking for a checkpoint in {place}"
+        look = functools.partial(steps.retries.run, lambda: METADATA in steps.root.names(), doing)
+        if self._processes.from_first(look, doing):
+            raise CheckpointError(
+                f"{place} is the folder of one checkpoint, not of a run, so there are no steps below it. Nothing was "
+                "restored. Restore it with torch_xla_ckpt.restore, or pass it as initial_path= to a manager of another "
+                "folder; for a step of a run, give the manager the folder above"
+            )
 
     def _start_from(self, initial: Initial, request: RestoreRequest) -> None:
         """Load another run's newest step, or a checkpoint."""
@@ -214,9 +230,21 @@ class Restorer:
                 **common,
             )
         else:
+            _require_no_keys(request)
             self.report = api.load(target, **common)
         if request.state_dict is not None:
             request.state_dict.update({key: target[key] for key in request.state_dict})
+
+
+def _require_no_keys(request: RestoreRequest) -> None:
+    """Refuse options that name the key of a model or an optimizer which was not passed.
+
+    Raises:
+        TypeError: naming the option.
+    """
+    for name in ("model_key", "optimizer_key"):
+        if name in request.options:
+            raise TypeError(f"{name}= was given without {name.removesuffix('_key')}=. Nothing was changed")
 
 
 def _require_state(call: str, name: str, value: object) -> None:

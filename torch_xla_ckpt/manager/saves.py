@@ -40,14 +40,14 @@ class SaveRequest:
     metrics: Mapping[str, Any] | None = None
     metadata: Any = None
 
-    def finite_metrics(self) -> dict[str, float]:
-        """Return the metrics as numbers, without NaN and infinities, which JSON does not have.
+    def json_metrics(self) -> dict[str, float | str]:
+        """Return the metrics for JSON, which lacks NaN and infinities: these become text, such as "nan" and "-inf".
 
         Raises:
             TypeError, ValueError: a metric is not a number.
         """
         numbers = {name: float(value) for name, value in (self.metrics or {}).items()}
-        return {name: value for name, value in numbers.items() if math.isfinite(value)}
+        return {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class Saver:
         self._options = options
         self._rng = rng
         self._last_number = 0
+        self._last_ended = 0
 
     def save(self, request: SaveRequest) -> None:
         """Save a step. Return when it is committed.
@@ -139,6 +140,10 @@ class Saver:
         finally:
             self._run.wait_for_deletions(self._last_number)
 
+    def wait_for_journal(self) -> None:
+        """Wait until the journal has all saves that have ended, on every rank."""
+        self._run.wait_for_deletions(self._last_ended)
+
     def _begin(self, step: int) -> int:
         """Count a save, and return its number."""
         number = self._schedule.begin(step)
@@ -185,6 +190,7 @@ class Saver:
 
     def _ended(self, step: int, number: int, *, is_saved: bool) -> None:
         run = self._run
+        self._last_ended = max(self._last_ended, number)
         run.active.end(step)
         if run.retention is None:
             if is_saved:
@@ -245,7 +251,7 @@ class _StepWriter(ShardWriter):
     def __init__(self, request: SaveRequest, run: Run, options: WriterOptions):
         self.timing = _Timing()
         self._number = request.step
-        self._metrics = request.finite_metrics()
+        self._metrics = request.json_metrics()
         self._retention = run.retention
         super().__init__(
             run.steps.at(request.step),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch_xla_ckpt.errors import CheckpointError
-from torch_xla_ckpt.manager.keep import All, AnyOf, Keep, Saved, now
+from torch_xla_ckpt.manager.keep import All, AnyOf, Best, Keep, Saved, now
 from torch_xla_ckpt.manager.steps import Steps
 
 logger = logging.getLogger(__name__)
@@ -47,12 +47,16 @@ class Verdicts:
         self._keep = keep
         self._saving = saving
         self._named: set[int] = set()  # unwanted steps that no manager wrote, and that a warning has named
+        self._unknown: set[str] = set()  # metrics that no step has, and that a warning has named
 
     @property
     def keep_all(self) -> bool:
         """True if the policy keeps every step."""
-        policies = self._keep.policies if isinstance(self._keep, AnyOf) else (self._keep,)
-        return any(isinstance(one, All) for one in policies)
+        return any(isinstance(one, All) for one in self._policies)
+
+    @property
+    def _policies(self) -> tuple[Keep, ...]:
+        return self._keep.policies if isinstance(self._keep, AnyOf) else (self._keep,)
 
     def plan(self) -> tuple[Verdict, ...]:
         """Return the verdicts on all steps. Reads each step's manifest once."""
@@ -112,6 +116,20 @@ class Verdicts:
                 self._steps.location,
             )
 
+    def _name_unknown(self, metric: str, saved: Sequence[Saved]) -> None:
+        """Log, once, that nothing is deleted because no step has the metric of a policy."""
+        if len(saved) > 1 and metric not in self._unknown:
+            self._unknown.add(metric)
+            known = sorted({name for one in saved for name in one.metrics})
+            logger.warning(
+                "keep.Best looks at the metric %r, and no step of %s has a finite value of it. The steps have %s. "
+                "Until a step has it, all steps are kept. Pass metrics={%r: ...} to save, or correct the policy",
+                metric,
+                self._steps.location,
+                f"the metrics {', '.join(map(repr, known))}" if known else "no metrics",
+                metric,
+            )
+
     def _to_delete(self, verdicts: Sequence[Verdict], newest: int) -> list[Verdict]:
         """Return the steps to delete: older than ``newest``, and not being saved."""
         saving = self._saving()
@@ -134,7 +152,12 @@ class Verdicts:
         """
         damaged = {**self._steps.damaged, **{step: flaw for step, flaw in flaws.items() if flaw is not None}}
         whole = sorted(step for step in flaws if step not in damaged)
-        wanted = self._keep.wanted(self._saved(whole), now())
+        saved = self._saved(whole)
+        wanted = self._keep.wanted(saved, now())
+        unknown = [one.metric for one in self._policies if isinstance(one, Best) and not one.ranked(saved)]
+        if unknown and len(wanted) < len(whole):  # nobody can tell yet which of them is the best
+            self._name_unknown(unknown[0], saved)
+            wanted = {**dict.fromkeys(whole, f"no step has the metric {unknown[0]!r} yet"), **wanted}
         newest = whole[-1] if whole else None
         unwanted = [step for step in whole if step not in wanted and step != newest]
         if unwanted:  # steps that others wrote must not push out what a manager saved last

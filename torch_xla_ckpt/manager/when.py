@@ -152,7 +152,7 @@ def policy(like: WhenLike) -> When:
     """
     if isinstance(like, When):
         return like
-    if callable(like):
+    if callable(like) and not isinstance(like, type):
         return Where(like)
     raise TypeError(f"when= takes policies such as when.Every(steps=100), or a function, not {like!r}")
 

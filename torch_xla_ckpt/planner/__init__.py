@@ -19,7 +19,7 @@ from torch_xla_ckpt.planner.policy import (
     Unexpected,
     pair_wrapped_keys,
 )
-from torch_xla_ckpt.planner.reads import plan_reads
+from torch_xla_ckpt.planner.reads import ReadPlanner, plan_reads
 from torch_xla_ckpt.planner.save import SPMDSavePlanner
 from torch_xla_ckpt.planner.saved import paths_of
 from torch_xla_ckpt.planner.targets import copy_into
@@ -30,6 +30,7 @@ __all__ = [
     "Missing",
     "Place",
     "Policy",
+    "ReadPlanner",
     "Rename",
     "SPMDLoadPlanner",
     "SPMDSavePlanner",

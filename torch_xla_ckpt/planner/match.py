@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +19,9 @@ from torch_xla_ckpt.planner.policy import Policy, pair_wrapped_keys
 from torch_xla_ckpt.planner.saved import Saved, describe_saved, in_saved_order, is_quantized, paths_of
 from torch_xla_ckpt.reports import STATUSES, Outcome
 from torch_xla_ckpt.state import Leaf, Path, RankState, StateDictEditor, is_placeholder, misfits
+from torch_xla_ckpt.storage import written_by
+
+logger = logging.getLogger(__name__)
 
 LOADED = Outcome("loaded")  # one object for all of the many keys that are simply loaded
 _SHOWN = 10  # keys that an error names
@@ -79,6 +83,7 @@ def match(
     _match_target(found, state_dict, leaves, saved, paths, sources, twins, policy)
     place = _empty_place(state_dict) if is_flat and not sources else None
     if place is None:
+        _match_empty(found, state_dict, leaves, metadata, policy)
         _match_unused(found, state_dict, editor, saved, paths, sources, policy)
     else:
         _create_all(found, place, saved, policy)
@@ -122,6 +127,42 @@ def _match_target(
             found.outcomes[key] = replace(found.outcomes[twin], renamed=source)
 
 
+def _match_empty(
+    found: Match,
+    state_dict: Mapping[Any, Any],
+    leaves: Mapping[str, Leaf],
+    metadata: Metadata,
+    policy: Policy,
+) -> None:
+    """Miss each empty dict in the target, such as ``{"model": {}}``, of whose name the checkpoint has nothing.
+
+    Stock DCP saves no empty dicts. So in a checkpoint of another writer, the name of one may rightly be absent.
+    """
+    filled = {str(leaf.path[0]) for leaf in leaves.values()}
+    names = {*metadata.state_dict_metadata, *policy.renamed(metadata.state_dict_metadata)[0]}
+    for key in map(str, (key for key, value in state_dict.items() if _is_empty(value))):
+        is_saved = any(name == key or name.startswith(f"{key}.") for name in names)
+        if key in filled or is_saved or not policy.asks_for(key):
+            continue
+        if written_by(metadata) is None:
+            logger.warning("the checkpoint has nothing under %r, so nothing was loaded there", key)
+            continue
+        found.outcomes[key] = Outcome("missing")
+        if policy.missing == "error":
+            found.mismatches.append(Mismatch(key, "missing", "an empty dict", "nothing"))
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether a value is a mapping without any values in it, however deep."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, RankState) or not isinstance(one, Mapping):
+            return False
+        waiting += one.values()
+    return True
+
+
 def _match_unused(
     found: Match,
     state_dict: Mapping[Any, Any],
@@ -160,14 +201,15 @@ def _empty_place(state_dict: Mapping[Any, Any]) -> Any:
 
 
 def _create_all(found: Match, place: Any, saved: Mapping[str, Saved], policy: Policy) -> None:
-    """Create all tensors of a model's file in the empty dict under ``place``."""
+    """Create all values of a model's file in the empty dict under ``place``."""
     for source in saved:
         key = f"{place}.{source}"
         if not policy.asks_for(key):
             found.outcomes[source] = Outcome("not requested")
         elif policy.unexpected == "restore":
             found.created[key] = (str(place), source)
-            found.tensors[key] = source
+            kind = found.tensors if isinstance(saved[source], TensorStorageMetadata) else found.objects
+            kind[key] = source
             found.outcomes[key] = Outcome("created", source)
         else:
             found.outcomes[source] = Outcome("unexpected")

@@ -26,6 +26,44 @@ class TensorReads(NamedTuple):
     resharded: bool
 
 
+class ReadPlanner:
+    """Plans reads of one saved tensor. The chunks are indexed once, when the first reads are planned.
+
+    Args:
+        key: key in the target.
+        source: key in the checkpoint.
+        saved: the checkpoint's entry for ``source``.
+    """
+
+    def __init__(self, key: str, source: str, saved: TensorStorageMetadata):
+        self._key = key
+        self._source = source
+        self._saved = saved
+        self._index: ChunkIndex | None = None
+
+    def plan(self, boxes: Sequence[Box]) -> TensorReads:
+        """Plan the reads that fill ``boxes``, the distinct boxes that this process needs."""
+        saved = self._saved
+        if _dcp.is_one_chunk(saved):
+            resharded = any(box.sizes != tuple(saved.size) for box in boxes)
+            return TensorReads([_dcp.whole_read(self._key, self._source, saved, box) for box in boxes], [], resharded)
+        if self._index is None:
+            self._index = ChunkIndex(_dcp.boxes_of(saved))
+        reads_of_box = _dcp.TensorReads(self._key, self._source, self._index.chunks)
+        items: list[ReadItem] = []
+        flaws: list[Flaw] = []
+        resharded = False
+        for box in boxes:
+            numbers, overlaps = self._index.overlaps(box)
+            if covers_exactly(box, overlaps):
+                items += reads_of_box.fill(box, numbers, overlaps)
+                is_a_chunk = len(numbers) == 1 and tuple(saved.chunks[int(numbers[0])].sizes) == box.sizes
+                resharded = resharded or not is_a_chunk
+            else:
+                flaws += find_flaws(box, overlaps)
+        return TensorReads(items, flaws, resharded)
+
+
 def plan_reads(key: str, source: str, boxes: Sequence[Box], saved: TensorStorageMetadata) -> TensorReads:
     """Plan the reads that fill ``boxes``.
 
@@ -35,20 +73,4 @@ def plan_reads(key: str, source: str, boxes: Sequence[Box], saved: TensorStorage
         boxes: the distinct boxes that this process needs.
         saved: the checkpoint's entry for ``source``.
     """
-    if _dcp.is_one_chunk(saved):
-        resharded = any(box.sizes != tuple(saved.size) for box in boxes)
-        return TensorReads([_dcp.whole_read(key, source, saved, box) for box in boxes], [], resharded)
-    chunks = _dcp.boxes_of(saved)
-    index, reads_of_box = ChunkIndex(chunks), _dcp.TensorReads(key, source, chunks)
-    items: list[ReadItem] = []
-    flaws: list[Flaw] = []
-    resharded = False
-    for box in boxes:
-        numbers, overlaps = index.overlaps(box)
-        if covers_exactly(box, overlaps):
-            items += reads_of_box.fill(box, numbers, overlaps)
-            is_a_chunk = len(numbers) == 1 and tuple(saved.chunks[int(numbers[0])].sizes) == box.sizes
-            resharded = resharded or not is_a_chunk
-        else:
-            flaws += find_flaws(box, overlaps)
-    return TensorReads(items, flaws, resharded)
+    return ReadPlanner(key, source, saved).plan(boxes)

@@ -28,6 +28,7 @@ class ExportReport:
         bytes_read: bytes that this process read from the source's files; 0 for live tensors.
         bytes_written: bytes of tensors that this process wrote.
         seconds: seconds of the whole export.
+        is_dry: whether nothing was written, and the report says what would be. Default: False.
     """
 
     path: str
@@ -41,6 +42,7 @@ class ExportReport:
     bytes_read: int
     bytes_written: int
     seconds: float
+    is_dry: bool = False
 
     @property
     def renamed(self) -> dict[str, str]:
@@ -49,9 +51,13 @@ class ExportReport:
 
     def __str__(self) -> str:
         total = sum(self.files.values())
+        files = f"{len(self.files)} {'file' if len(self.files) == 1 else 'files'}"
+        what = f"{len(self.tensors):,} tensors, {format_bytes(total)}, to {self.path}"
+        read = f"{format_bytes(self.bytes_read)} read"
         lines = [
-            f"exported {len(self.tensors):,} tensors, {format_bytes(total)}, to {self.path} in {self.seconds:.2f} s "
-            f"({len(self.files)} {'file' if len(self.files) == 1 else 'files'}, {format_bytes(self.bytes_read)} read)"
+            f"would export {what} ({files})"
+            if self.is_dry
+            else f"exported {what} in {self.seconds:.2f} s ({files}, {read})"
         ]
         tied = [f"{name} (is {kept})" for name, kept in self.tied.items()]
         cast = [f"{name} ({a} -> {b})".replace("torch.", "") for name, (a, b) in self.cast.items()]

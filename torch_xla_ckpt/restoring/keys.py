@@ -49,8 +49,12 @@ class TopLevelKeys:
             return ""
         if "model" in self._keys:
             return "model"
-        if any(key in self._metadata.state_dict_metadata for key in model.state_dict()):
+        names, saved = list(model.state_dict()), self._metadata.state_dict_metadata
+        if any(name in saved for name in names):
             return ""
+        likely = [key for key in self._keys if any(f"{key}.{name}" in saved for name in names)]
+        if len(likely) == 1:
+            return likely[0]
         raise CheckpointError(
             f"cannot tell which key holds the model. The checkpoint has: {self}. Nothing was changed. Pass model_key="
         )

@@ -4,6 +4,7 @@ get the values that their modules compute, one module at a time.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch_xla_ckpt.planner import copy_into
 from torch_xla_ckpt.restoring.initialize import HeldTensor, require_values, values_by_module
 from torch_xla_ckpt.restoring.materialize import exchange, held_tensors, require_no_weak_references
 from torch_xla_ckpt.restoring.modules import set_what_is_made_anew
+
+logger = logging.getLogger(__name__)
 
 SpecOf = Callable[[HeldTensor], tuple[Any, tuple[Any, ...]] | None]
 """Returns the mesh and the partition spec of a tensor; None leaves it whole on each device."""
@@ -126,7 +129,8 @@ def fill(model: torch.nn.Module, state: Mapping[str, Any], *, strict: bool, sour
         source: the checkpoint, for errors.
 
     Raises:
-        MismatchError: keys or shapes do not fit. All are named, and nothing was changed.
+        MismatchError: keys or shapes do not fit. All are named, and nothing was changed. If not ``strict``, a warning
+            names the keys.
     """
     values = {_plain(key): value for key, value in state.items()}
     own = {_plain(key): value for key, value in model.state_dict().items()}
@@ -143,22 +147,24 @@ def fill(model: torch.nn.Module, state: Mapping[str, Any], *, strict: bool, sour
 
 
 def _require_fit(values: Mapping[str, Any], own: Mapping[str, Any], strict: bool, source: str) -> None:
-    differences = [
+    shapes = [
         Mismatch(key, "shape", f"shape {tuple(own[key].shape)}", f"shape {tuple(value.shape)}")
         for key, value in values.items()
         if isinstance(value, torch.Tensor) and isinstance(own.get(key), torch.Tensor) and own[key].shape != value.shape
     ]
-    if strict:
-        differences += [Mismatch(key, "missing", "a value", "nothing") for key in own.keys() - values.keys()]
-        differences += [Mismatch(key, "unexpected", "nothing", "a value") for key in values.keys() - own.keys()]
-    if differences:
-        differences.sort(key=lambda one: one.key)
+    keys = [Mismatch(key, "missing", "a value", "nothing") for key in own.keys() - values.keys()]
+    keys += [Mismatch(key, "unexpected", "nothing", "a value") for key in values.keys() - own.keys()]
+    if shapes or (strict and keys):
+        differences = sorted([*shapes, *(keys if strict else ())], key=lambda one: one.key)
         found = "\n  ".join(map(str, differences))
         raise MismatchError(
             f"{source} does not fit the module:\n  {found}\nNothing was loaded. Load into the module that was saved, "
             "or set strict_loading = False if keys may be missing on either side",
             differences,
         )
+    if keys:
+        found = "\n  ".join(map(str, sorted(keys, key=lambda one: one.key)))
+        logger.warning("%s does not fit the module. All else was loaded:\n  %s", source, found)
 
 
 def _plain(key: str) -> str:

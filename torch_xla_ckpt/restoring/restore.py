@@ -16,6 +16,7 @@ from torch_xla_ckpt import api
 from torch_xla_ckpt.errors import ReplacedCheckpointError
 from torch_xla_ckpt.planner import Dtype, Missing, Place, Policy, Rename, Shape, Unexpected
 from torch_xla_ckpt.reports import LoadReport
+from torch_xla_ckpt.restoring.arguments import require_kinds
 from torch_xla_ckpt.restoring.job import Job
 from torch_xla_ckpt.restoring.materialize import Sharding
 from torch_xla_ckpt.restoring.named import require_restorable
@@ -103,12 +104,16 @@ def restore(
     Raises:
         MismatchError: target and checkpoint do not fit each other.
         CheckpointError: the optimizer's groups or the specs do not fit, or tensors cannot be made; and as for ``load``.
-        TypeError: a value in ``named`` cannot be filled in place, or an option is misspelt.
+        TypeError: a value in ``named`` cannot be filled in place, an option is misspelt, or an argument is of another
+            kind.
         ValueError: an option has a wrong value, or ``path`` is not the path of ``storage_reader``.
     """
     for name, value in named.items():
         remedy = f"state = {{{name!r}: ...}}; restore(..., state=state), and read state[{name!r}]"
         require_restorable(name, value, call="restore", remedy=remedy, options=OPTIONS)
+    require_kinds(model=model, optimizer=optimizer, state=state, sharding=sharding, placement=placement)
+    if mesh is not None and sharding is None:
+        logger.warning("restore() was given a mesh and no sharding, so it shards nothing. Pass sharding=, too")
     if twice := sorted(named.keys() & (state or {}).keys()):
         raise TypeError(f"{', '.join(map(repr, twice))}: passed by name and in state=. Pass each key once")
     policy = Policy(missing, unexpected, dtype, rename, _patterns(only), _patterns(exclude), shape)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
@@ -74,16 +74,30 @@ class Archive:
     def __contains__(self, name: str) -> bool:
         return name in self.members
 
-    def misfits(self) -> list[str]:
-        """Return the names of members whose bytes do not match their CRC-32. Members without a CRC-32 are left out."""
-        members = self.members.values()
-        return [m.name for m in members if m.crc and zlib.crc32(self._data[m.start : m.stop]) != m.crc]
+    def check(self, forget: Callable[[int, int], object] = lambda start, stop: None) -> tuple[list[str], list[str]]:
+        """Compare all members with their CRC-32.
 
-    def unchecked(self) -> list[str]:
-        """Return the names of members that have bytes and no CRC-32."""
-        return [m.name for m in self.members.values() if not m.crc and zlib.crc32(self._data[m.start : m.stop])]
+        Args:
+            forget: called with the start and stop of bytes that were read and will not be read again. Default: nothing
+                is called.
+
+        Returns:
+            The names of members whose bytes do not match their CRC-32, and of members that have bytes and no CRC-32.
+        """
+        misfits: list[str] = []
+        unchecked: list[str] = []
+        for member in self.members.values():
+            crc = 0
+            for start in range(member.start, member.stop, _PIECE):
+                stop = min(start + _PIECE, member.stop)
+                crc = zlib.crc32(self._data[start:stop], crc)
+                forget(start, stop)
+            if crc != member.crc:
+                (misfits if member.crc else unchecked).append(member.name)
+        return misfits, unchecked
 
 
+_PIECE = 16 << 20  # bytes whose CRC-32 is computed at a time
 _HEADER = 512  # bytes of a member's header that are read with its name: more than torch's padding needs
 
 

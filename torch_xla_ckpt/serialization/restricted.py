@@ -47,8 +47,8 @@ def load(data: io.BytesIO | memoryview, allow_types: Sequence[AllowedType] = ())
     return _run(archive, view, allow_types, storages.Storages(archive))
 
 
-def load_mapped(view: memoryview) -> tuple[Any, list[torch.UntypedStorage]]:
-    """Return the value in an archive, with tensors that share the memory of ``view``, and their storages.
+def load_mapped(view: memoryview) -> Any:
+    """Return the value in an archive, with tensors that share the memory of ``view``.
 
     Args:
         view: the archive's bytes, in writable memory: a private memory map, for example.
@@ -57,8 +57,7 @@ def load_mapped(view: memoryview) -> tuple[Any, list[torch.UntypedStorage]]:
         Refused, ArchiveError, Exception: as for ``load``. Tensors of the other byte order are refused, too.
     """
     archive = Archive(view)
-    mapped = storages.MappedStorages(archive)
-    return _run(archive, view, (), mapped), mapped.untyped
+    return _run(archive, view, (), storages.MappedStorages(archive))
 
 
 def _run(archive: Archive, view: memoryview, allow_types: Sequence[AllowedType], made: storages.Storages) -> Any:

@@ -99,15 +99,7 @@ class Storages:
 
 
 class MappedStorages(Storages):
-    """Makes storages that share the archive's memory, if the memory may be written to.
-
-    Attributes:
-        untyped: the storages that were made.
-    """
-
-    def __init__(self, archive: Archive):
-        super().__init__(archive)
-        self.untyped: list[torch.UntypedStorage] = []
+    """Makes storages that share the archive's memory, if the memory may be written to."""
 
     def _storage(self, key: str, dtype: torch.dtype, nbytes: int) -> torch.storage.TypedStorage:
         _require(not self._swapped, "belongs to a computer with another byte order")
@@ -116,7 +108,6 @@ class MappedStorages(Storages):
         if not shared.flags.writeable:  # a store's answer to one request, so it is small
             shared = shared.copy()
         raw = torch.from_numpy(shared) if nbytes else torch.empty(0, dtype=torch.uint8)
-        self.untyped.append(raw.untyped_storage())
         return torch.storage.TypedStorage(wrap_storage=raw.untyped_storage(), dtype=dtype, _internal=True)
 
 

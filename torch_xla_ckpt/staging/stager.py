@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -38,8 +39,9 @@ class SPMDStager(ClosesOnExit):
     """Copies states so that training can go on while they are saved.
 
     Pass it to ``torch_xla_ckpt.async_save``, or to ``dcp.async_save`` as ``async_stager`` together with an
-    ``SPMDSavePlanner``. Make one for the whole training loop, and close it at the end: it is a context manager. Use it
-    from one thread only.
+    ``SPMDSavePlanner``. Make one for the whole training loop, and close it at the end: it is a context manager. Calls
+    from several threads follow one another. With several ranks, use it from one thread only: all ranks must make their
+    calls in the same order.
 
     Args:
         mode: where tensors on devices are copied. Default: "auto".
@@ -100,6 +102,7 @@ class SPMDStager(ClosesOnExit):
         self._timeline = Timeline()
         self._is_closed = False
         self._owner = forks.Owner()
+        self._calls = threading.RLock()  # held by the call that begins a save; reentrant for signal handlers
         self._worker = Worker()
         weakref.finalize(self, self._worker.stop).atexit = False
         close_at_exit(self)
@@ -138,16 +141,18 @@ class SPMDStager(ClosesOnExit):
         Raises:
             CheckpointError: the state cannot be copied; or an earlier save failed, and nobody has read its error.
         """
-        self._prepare("beginning an async save" if path is None else f"beginning an async save to {path}")
-        save = self._add(Save(self._last_save, self._peers))
-        copied = self._copied(save, state)
-        upload = Upload()
-        staging: Future[None] = Future()
-        staging.set_result(None)
-        timeline = self._timeline
-        self._start(save, upload, path, lambda group: write(copied, group, timeline))
-        assert self._choice is not None
-        return AsyncSave(staging, upload, self._choice, timeline)
+        self._require_own()
+        with self._calls:
+            self._prepare("beginning an async save" if path is None else f"beginning an async save to {path}")
+            save = self._add(Save(self._last_save, self._peers))
+            copied = self._copied(save, state)
+            upload = Upload()
+            staging: Future[None] = Future()
+            staging.set_result(None)
+            timeline = self._timeline
+            self._start(save, upload, path, lambda group: write(copied, group, timeline))
+            assert self._choice is not None
+            return AsyncSave(staging, upload, self._choice, timeline)
 
     def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
         """Copy a state; ``dcp.async_save`` calls this, and then runs the save in a thread of its own.
@@ -158,9 +163,11 @@ class SPMDStager(ClosesOnExit):
         Raises:
             CheckpointError: the state cannot be copied; or an earlier save failed, and nobody has read its error.
         """
-        self._prepare("beginning dcp.async_save")
-        save = self._add(dcp_async.StagedSave(self._last_save, self._peers))
-        return dcp_async.StagedState(save, self._copied(save, lambda: state_dict))
+        self._require_own()
+        with self._calls:
+            self._prepare("beginning dcp.async_save")
+            save = self._add(dcp_async.StagedSave(self._last_save, self._peers))
+            return dcp_async.StagedState(save, self._copied(save, lambda: state_dict))
 
     def synchronize_staging(self) -> None:
         """Do nothing: ``stage`` returns when the state may change. A part of DCP's interface."""
@@ -215,8 +222,9 @@ class SPMDStager(ClosesOnExit):
             CheckpointError: a save failed; the cause is the error of the save.
         """
         self._require_own()
-        ended = [save for save in self._saves if save.has_ended]
-        self._saves = [save for save in self._saves if not save.has_ended]
+        with self._calls:
+            ended = [save for save in self._saves if save.has_ended]
+            self._saves = [save for save in self._saves if not save.has_ended]
         uploads = [save.upload for save in ended if save.is_reported and not save.is_cancelled]
         errors = [upload.error() for upload in uploads if upload is not None and not upload.was_read]
         failed = [error for error in errors if error is not None]
@@ -238,7 +246,6 @@ class SPMDStager(ClosesOnExit):
         Args:
             doing: the operation, for error messages; the same on all ranks.
         """
-        self._require_own()
         if self._is_closed:
             raise CheckpointError("the stager is closed; create another one")
         for save in self._saves:

@@ -14,12 +14,13 @@ from torch_xla_ckpt.storage.limits import default_threads
 from torch_xla_ckpt.storage.listing import ListedKey, Listing, listing_of, read_listing
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, path_mismatch
 from torch_xla_ckpt.storage.manifest import Manifest
-from torch_xla_ckpt.storage.opening import open_reader, open_writer, path_of, required_path
+from torch_xla_ckpt.storage.opening import open_reader, open_writer, path_of
 from torch_xla_ckpt.storage.progress import OnProgress
 from torch_xla_ckpt.storage.read_plan import planned_bytes
 from torch_xla_ckpt.storage.reader import ReadStats, ShardReader
 from torch_xla_ckpt.storage.stored import Stored, checksum
-from torch_xla_ckpt.storage.verify import VerifyReport, verify
+from torch_xla_ckpt.storage.verify import verify
+from torch_xla_ckpt.storage.verify_report import VerifyReport
 from torch_xla_ckpt.storage.writer import ShardWriter
 
 __all__ = [
@@ -52,7 +53,6 @@ __all__ = [
     "read_foreign",
     "read_index",
     "read_listing",
-    "required_path",
     "verify",
     "written_by",
 ]

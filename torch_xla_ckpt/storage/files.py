@@ -111,7 +111,7 @@ class LocalFolder(Folder):
         except FileNotFoundError:
             return Version.none()
 
-    def create(self, name: str, *, unchanged: bool = False) -> _LocalSink:
+    def create(self, name: str, *, replaces: bool = False, unchanged: bool = False) -> _LocalSink:
         return _LocalSink(self._path / name, self._sync)
 
     def put(self, name: str, data: bytes) -> None:

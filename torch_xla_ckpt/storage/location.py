@@ -69,13 +69,16 @@ class Location:
         Raises:
             ValueError: the path is empty, has a null character, or names no bucket.
             ImportError: the backend of the protocol is not installed.
-            TypeError: the path is bytes.
+            TypeError: the path is neither text nor an ``os.PathLike``.
         """
         if isinstance(path, Location):
             return path
-        text = os.fspath(path)
+        text = os.fspath(path) if isinstance(path, (str, bytes, os.PathLike)) else path
         if not isinstance(text, str):
-            raise TypeError(f"a path must be text, not {type(text).__name__}")
+            raise TypeError(
+                f"a path is a str or an os.PathLike, not a {type(text).__name__}. In a call, the state comes first: "
+                "save(state, path)"
+            )
         if not text:
             raise ValueError("the path is empty. Give the folder of the checkpoint; '.' is the current folder")
         if "\0" in text:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorStorageMetadata,
 )
 
@@ -273,7 +274,8 @@ def _metadata(top: Mapping[str, Any]) -> Metadata:
             raise ValueError("an object with the bytes of a tensor")
     paths = top["paths"]
     planner_data = {key: tuple(map(_element, path)) for key, path in paths.items()} if isinstance(paths, dict) else None
-    return Metadata(state_dict_metadata=entries, planner_data=planner_data, storage_data=stored)
+    meta = StorageMeta(save_id=top["save_id"])
+    return Metadata(state_dict_metadata=entries, planner_data=planner_data, storage_data=stored, storage_meta=meta)
 
 
 def _element(element: Any) -> str | int:

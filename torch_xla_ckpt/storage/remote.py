@@ -119,11 +119,11 @@ class RemoteFolder(Folder):
         except FileNotFoundError:
             return Version.none()
 
-    def create(self, name: str, *, unchanged: bool = False) -> Sink:
+    def create(self, name: str, *, replaces: bool = False, unchanged: bool = False) -> Sink:
         if not unchanged:
-            return self._stream(name)
+            return self._stream(name, replaces)
         most = _SINGLE_BYTES if self._s3 is None else single_bytes(self._requests)
-        return ObjectSink(self._requests, name, most, partial(self._stream, name))
+        return ObjectSink(self._requests, name, most, partial(self._stream, name, replaces))
 
     def put(self, name: str, data: bytes) -> None:
         self._requests.put(name, data)
@@ -320,9 +320,10 @@ class RemoteFolder(Folder):
         with self._requests.remembered(f"write {name}"):
             self._requests.call(f"write {name}", len(data), self._fs.pipe_file, path, data)
 
-    def _stream(self, name: str) -> Sink:
+    def _stream(self, name: str, replaces: bool) -> Sink:
         """Open a file to be written piece by piece."""
-        return FileSink(self._requests, name) if self._s3 is None else S3Sink(self._requests, name)
+        kind = FileSink if self._s3 is None else S3Sink
+        return kind(self._requests, name, replaces)
 
     def _protocols(self) -> frozenset[str]:
         named = self._fs.protocol

@@ -74,11 +74,13 @@ class FileSink(Sink):
     Args:
         requests: the requests to the file's folder.
         name: the file's name.
+        replaces: whether there may be an older file of this name.
     """
 
-    def __init__(self, requests: Requests, name: str):
+    def __init__(self, requests: Requests, name: str, replaces: bool):
         self._requests = requests
         self._name = name
+        self._replaces = replaces
         self._path = requests.full_path(name)
         self._owner = forks.Owner()
         self._uncounted = 0  # bytes since the last request was counted
@@ -109,6 +111,8 @@ class FileSink(Sink):
             self._requests.call(f"give up {self._name}", 0, self._file.discard)
         with suppress(Exception):
             self._file.closed = True
+        if self._replaces:
+            return
         with suppress(Exception):
             self._requests.call(f"remove {self._name}", 0, self._requests.fs.rm_file, self._path)
 

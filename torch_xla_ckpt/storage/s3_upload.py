@@ -22,11 +22,13 @@ class S3Sink(Sink):
     Args:
         requests: the requests to the file's folder.
         name: the file's name.
+        replaces: whether there may be an older file of this name.
     """
 
-    def __init__(self, requests: Requests, name: str):
+    def __init__(self, requests: Requests, name: str, replaces: bool):
         self._requests = requests
         self._name = name
+        self._replaces = replaces
         bucket, _, key = requests.full_path(name).partition("/")
         self._object = {"Bucket": bucket, "Key": key}
         self._part_bytes = min(single_bytes(requests), BLOCK_BYTES)
@@ -71,6 +73,8 @@ class S3Sink(Sink):
         wait(self._parts, _LAST_PARTS)  # a part that arrives later would cost money until somebody removes it
         with suppress(Exception):
             self._call("abort_multipart_upload", UploadId=self._upload)
+        if self._replaces:
+            return
         with suppress(Exception):
             path = self._requests.full_path(self._name)
             self._requests.call(f"remove {self._name}", 0, self._requests.fs.rm_file, path)

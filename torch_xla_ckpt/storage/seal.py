@@ -54,8 +54,11 @@ def read_seal(metadata: bytes) -> Seal | None:
     match = _SEAL.fullmatch(metadata, max(len(metadata) - _LENGTH, 0))
     if match is None:
         return None
-    is_intact = checksum(metadata[:-_OWN_CHECKSUM_LENGTH]).hex().encode() == match[3]
-    return Seal(metadata[:-_LENGTH], match[1].decode(), bytes.fromhex(match[2].decode()), is_intact)
+    pickled, save_id = metadata[:-_LENGTH], match[1].decode()
+    first, second = (bytes.fromhex(found.decode()) for found in match.groups()[1:])
+    if checksum(pickled) == first:  # as the first versions wrote it: the checksum of the pickle, then the manifest's
+        return Seal(pickled, save_id, second, is_intact=True)
+    return Seal(pickled, save_id, first, checksum(metadata[:-_OWN_CHECKSUM_LENGTH]) == second)
 
 
 def sealed_save_id(ending: bytes) -> str | None:

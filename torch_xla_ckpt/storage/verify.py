@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -30,65 +30,13 @@ from torch_xla_ckpt.storage.limits import default_threads
 from torch_xla_ckpt.storage.location import Location, PathLike
 from torch_xla_ckpt.storage.progress import OnProgress, Progress
 from torch_xla_ckpt.storage.stored import Stored
-from torch_xla_ckpt.storage.verify_files import cannot_verify, check_archive, check_file
+from torch_xla_ckpt.storage.verify_files import FileCheck, cannot_verify, check_archive, checks_of
+from torch_xla_ckpt.storage.verify_report import VerifyReport
 
 _RESTARTS = 10  # of a verification during which a save replaces the checkpoint
 _RANKS_OWN = re.compile(r"__(\d+)" + re.escape(METADATA))
-_SHOWN = 5  # unchecked keys that a report prints
-
-
-@dataclass(frozen=True)
-class VerifyReport:
-    """The result of ``verify``. ``bool(report)`` is ``report.ok``: False if damage was found.
-
-    Args:
-        path: the checkpoint's folder.
-        damages: each run of damaged bytes: file, byte range, the keys that need these bytes, and the problem.
-        incomplete: tensors whose chunks do not cover them exactly once, and the regions where they do not.
-        files: number of data files read.
-        bytes_read: bytes read from data files.
-        checked_by: "xxh3_64"; "crc32" for a checkpoint without a manifest and for ``torch.save`` files; "structure"
-            for safetensors files, which have no checksums.
-        unchecked: keys of items with bytes that have no checksum. Damage of these bytes cannot be found.
-        bytes_unchecked: number of bytes without a checksum.
-    """
-
-    path: str
-    damages: tuple[Damage, ...]
-    incomplete: Mapping[str, str]
-    files: int
-    bytes_read: int
-    checked_by: str
-    unchecked: tuple[str, ...] = ()
-    bytes_unchecked: int = 0
-
-    @property
-    def ok(self) -> bool:
-        """Whether no damage was found and no tensor is incomplete. Items in ``unchecked`` may be damaged unnoticed."""
-        return not self.damages and not self.incomplete
-
-    def __bool__(self) -> bool:
-        return self.ok
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Keys that are damaged or incomplete."""
-        damaged = (key for damage in self.damages for key in damage.keys)
-        return tuple(dict.fromkeys([*damaged, *self.incomplete]))
-
-    def __str__(self) -> str:
-        found = [*map(str, self.damages), *(f"{key!r}: {what}" for key, what in self.incomplete.items())]
-        head = f"{self.path}: {self.files} files, {self.bytes_read:,} bytes, checked by {self.checked_by}: "
-        if not self.ok:
-            return head + "DAMAGED\n  " + "\n  ".join([*found, *self._not_checked()])
-        return head + (", ".join(["no damage found", *self._not_checked()]) if self.unchecked else "all as written")
-
-    def _not_checked(self) -> list[str]:
-        if not self.unchecked:
-            return []
-        shown = ", ".join(map(repr, self.unchecked[:_SHOWN]))
-        more = f" and {len(self.unchecked) - _SHOWN} more" if len(self.unchecked) > _SHOWN else ""
-        return [f"NOT CHECKED, because they have no checksum: {self.bytes_unchecked:,} bytes of {shown}{more}"]
+_AHEAD = 4  # checks for each thread that wait or whose results wait
+_LIGHTNINGS_FILE = "meta.pt"  # what Lightning saves beside DCP's files: an archive of torch.save
 
 
 def verify(
@@ -247,23 +195,19 @@ def _verify(folder: Folder, rank: int | None, progress: bool | OnProgress) -> Ve
     sizes = found.manifest.files if found.manifest is not None else {}
     bytes_read = 0
     unchecked: dict[str, int] = defaultdict(int)
-    with (
-        Progress("verifying", lambda: _total(by_file), progress) as bar,
-        ThreadPoolExecutor(default_threads(remote=False)) as pool,
-    ):
-        checks = [
-            pool.submit(check_file, folder, name, items, sizes.get(name), bar)
-            for name, items in sorted(by_file.items())
-        ]
-        for check in checks:
-            checked = check.result()
+    with Progress("verifying", lambda: _total(by_file), progress) as bar:
+        checks = (checks_of(folder, name, items, sizes.get(name), bar) for name, items in sorted(by_file.items()))
+        for checked in _results(chain.from_iterable(checks), default_threads(remote=folder.remote)):
             damages += checked.damages
             bytes_read += checked.bytes_read
             for key, nbytes in checked.unchecked:
                 unchecked[key] += nbytes
+    if found.manifest is None and rank is None and _LIGHTNINGS_FILE in folder.names():
+        checked = check_archive(folder, _LIGHTNINGS_FILE, folder.size(_LIGHTNINGS_FILE), (), bar)
+        damages += checked.damages
     return VerifyReport(
         folder.url,
-        damages=tuple(damages),
+        damages=tuple(dict.fromkeys(damages)),
         incomplete=_incomplete(found.metadata),
         files=len(by_file),
         bytes_read=bytes_read,
@@ -271,6 +215,22 @@ def _verify(folder: Folder, rank: int | None, progress: bool | OnProgress) -> Ve
         unchecked=tuple(unchecked),
         bytes_unchecked=sum(unchecked.values()),
     )
+
+
+def _results(checks: Iterable[Callable[[], FileCheck]], threads: int) -> Iterator[FileCheck]:
+    """Run checks in threads, and yield their results in order. If the caller stops, no further check begins."""
+    running: deque[Future[FileCheck]] = deque()
+    with ThreadPoolExecutor(threads, "verify") as pool:
+        try:
+            for check in checks:
+                running.append(pool.submit(check))
+                if len(running) > _AHEAD * threads:
+                    yield running.popleft().result()
+            while running:
+                yield running.popleft().result()
+        finally:
+            for future in running:
+                future.cancel()
 
 
 def _read_index(folder: Folder, rank: int | None, damages: list[Damage]) -> CheckpointIndex:

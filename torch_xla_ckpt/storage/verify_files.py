@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from torch_xla_ckpt.errors import CheckpointError, Damage
@@ -17,14 +18,14 @@ from torch_xla_ckpt.storage.stored import Stored, checksum
 
 logger = logging.getLogger(__name__)
 
-_READ_BYTES = 32 << 20
+_READ_BYTES = 16 << 20
 
 
 class FileCheck(NamedTuple):
-    """The result for one data file.
+    """The result for a part of a data file.
 
     Args:
-        damages: each run of damaged bytes.
+        damages: each run of damaged bytes, or the whole file if it cannot be opened.
         bytes_read: bytes read from the file.
         unchecked: key and number of bytes for each item with bytes that have no checksum.
     """
@@ -43,19 +44,24 @@ class _Span(NamedTuple):
     item: Stored
     checksum: bytes | None
 
-    def check(self, data: memoryview) -> tuple[str | None, int]:
-        """Return the problem of the bytes, or None, and the number of bytes that have no checksum."""
+    def check(self, data: memoryview, forget: Callable[[int, int], object]) -> tuple[str | None, int]:
+        """Return the problem of the bytes, or None, and the number of bytes that have no checksum.
+
+        Args:
+            data: the bytes.
+            forget: called with the start and stop, in the file, of bytes that were checked.
+        """
         if len(data) < self.stop - self.start:
             return ENDS_EARLY, 0
         if self.checksum is None:
-            return _check_archive(self.item, data)
+            return _check_archive(self.item, data, forget)
         return None if checksum(data) == self.checksum else BAD_CHECKSUM, 0
 
 
-def check_file(
+def checks_of(
     folder: Folder, name: str, items: Sequence[tuple[str, Stored]], size: int | None, bar: Progress
-) -> FileCheck:
-    """Read a data file and check all of its items.
+) -> Iterator[Callable[[], FileCheck]]:
+    """Yield the checks of a data file, which several threads may run. Each reads some MiB, or one item of stock DCP.
 
     Args:
         folder: the checkpoint's folder.
@@ -64,27 +70,53 @@ def check_file(
         size: the file's size in bytes by the manifest; None for a checkpoint without a manifest.
         bar: the progress bar.
 
-    Raises:
+    Raises (also from the checks):
         CheckpointError: the storage does not give access to the file.
     """
     keys = tuple(dict.fromkeys(key for key, _ in items))
     end = max(item.offset + (item.length if size is None else item.extent) for _, item in items)
-    found = FileCheck([], 0, [])
-    try:
+
+    def whole(problem: str) -> FileCheck:
+        return FileCheck([Damage(name, 0, end, keys, problem)], 0, [])
+
+    def guarded(check: Callable[[], FileCheck]) -> FileCheck:
+        try:
+            return check()
+        except FileNotFoundError:
+            return whole(MISSING)
+        except (NotAFile, IsADirectoryError, NotADirectoryError):
+            return whole(NOT_A_FILE)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise cannot_verify(folder, name, error) from error
+
+    actual = 0
+
+    def opened() -> FileCheck:
+        nonlocal actual
         actual = folder.size(name)
-        if size is not None and actual > size:
-            found.damages.append(Damage(name, size, actual, (), "the file has bytes that no save wrote"))
-        elif size is not None and actual < size:
-            found.damages.append(Damage(name, actual, size, (), f"the file has {actual:,} bytes instead of {size:,}"))
-        return _check_spans(folder, name, items, actual, found, bar)
-    except FileNotFoundError:
-        return FileCheck([Damage(name, 0, end, keys, MISSING)], 0, [])
-    except (NotAFile, IsADirectoryError, NotADirectoryError):
-        return FileCheck([Damage(name, 0, end, keys, NOT_A_FILE)], 0, [])
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise cannot_verify(folder, name, error) from error
+        damages = _size_damages(name, actual, size)
+        if damages and not folder.is_file(name):
+            return whole(NOT_A_FILE)
+        return FileCheck(damages, 0, [])
+
+    first = guarded(opened)
+    if first.damages:
+        yield lambda: first
+    if first.damages and first.damages[0].what in (MISSING, NOT_A_FILE):
+        return
+    spans = sorted((span for key, item in items for span in _spans(key, item)), key=lambda span: span.start)
+    for window, group in _windows(name, spans, actual):
+        yield partial(guarded, partial(_check_group, folder, name, window, group, actual, bar))
+
+
+def _size_damages(name: str, actual: int, size: int | None) -> list[Damage]:
+    if size is not None and actual > size:
+        return [Damage(name, size, actual, (), "the file has bytes that no save wrote")]
+    if size is not None and actual < size:
+        return [Damage(name, actual, size, (), f"the file has {actual:,} bytes instead of {size:,}")]
+    return []
 
 
 def check_archive(folder: Folder, name: str, size: int, keys: tuple[str, ...], bar: Progress) -> FileCheck:
@@ -98,7 +130,7 @@ def check_archive(folder: Folder, name: str, size: int, keys: tuple[str, ...], b
         bar: the progress bar.
     """
     (view,) = folder.view([Window(name, 0, size, ((0, size),))])
-    problem, unchecked = _check_archive(Stored(name, 0, size), view)
+    problem, unchecked = _check_archive(Stored(name, 0, size), view, partial(folder.forget, name))
     bar.advance(size)
     damages = [] if problem is None else [Damage(name, 0, size, keys, problem)]
     return FileCheck(damages, size, [(name, unchecked)] if unchecked else [])
@@ -118,35 +150,32 @@ def cannot_verify(folder: Folder, what: str, error: Exception) -> CheckpointErro
     )
 
 
-def _check_spans(
-    folder: Folder, name: str, items: Sequence[tuple[str, Stored]], actual: int, found: FileCheck, bar: Progress
+def _check_group(
+    folder: Folder, name: str, window: Window, group: Sequence[_Span], actual: int, bar: Progress
 ) -> FileCheck:
-    """Check all items of a file of ``actual`` bytes, and return ``found`` with the results added."""
-    read = 0
-    spans = sorted((span for key, item in items for span in _spans(key, item)), key=lambda span: span.start)
-    for window, group in _windows(name, spans, actual):
-        # An object store answers with an error when the whole range lies behind the object's end.
-        (view,) = folder.view([window]) if window.start < actual else [memoryview(b"")]
-        checked = _check_window(name, window, group, view)
-        if checked.damages and folder.remote and window.start < actual:
-            (view,) = folder.view([window])
-            first, checked = checked.damages[0], _check_window(name, window, group, view)
-            if not checked.damages:
-                logger.warning(TRANSIT, folder.url, first)
-        found.damages.extend(checked.damages)
-        found.unchecked.extend(checked.unchecked)
-        read += len(view)
-        bar.advance(sum(span.stop - span.start for span in group))
-        del view
-        folder.forget(name, window.start, window.stop)
-    return found._replace(bytes_read=read)
+    """Read a window of a file of ``actual`` bytes, and check the spans in it."""
+    # An object store answers with an error when the whole range lies behind the object's end.
+    (view,) = folder.view([window]) if window.start < actual else [memoryview(b"")]
+    forget = partial(folder.forget, name)
+    checked = _check_window(name, window, group, view, forget)
+    if checked.damages and folder.remote and window.start < actual:
+        (view,) = folder.view([window])
+        first, checked = checked.damages[0], _check_window(name, window, group, view, forget)
+        if not checked.damages:
+            logger.warning(TRANSIT, folder.url, first)
+    bar.advance(sum(span.stop - span.start for span in group))
+    del view
+    folder.forget(name, window.start, window.stop)
+    return checked
 
 
-def _check_window(name: str, window: Window, spans: Sequence[_Span], view: memoryview) -> FileCheck:
+def _check_window(
+    name: str, window: Window, spans: Sequence[_Span], view: memoryview, forget: Callable[[int, int], object]
+) -> FileCheck:
     """Check the spans in a window of a file. ``view`` holds the window's bytes."""
     found = FileCheck([], len(view), [])
     for span in spans:
-        problem, unchecked = span.check(view[span.start - window.start : span.stop - window.start])
+        problem, unchecked = span.check(view[span.start - window.start : span.stop - window.start], forget)
         if problem is not None:
             found.damages.append(Damage(name, span.start, span.stop, (span.key,), problem))
         if unchecked:
@@ -181,7 +210,7 @@ def _window(name: str, group: Sequence[_Span], size: int) -> Window:
     return Window(name, start, stop, ((start, stop),))
 
 
-def _check_archive(item: Stored, view: memoryview) -> tuple[str | None, int]:
+def _check_archive(item: Stored, view: memoryview, forget: Callable[[int, int], object]) -> tuple[str | None, int]:
     """Check an item against the CRC-32 of its records.
 
     The archive is parsed as it is for loading, so that the checked bytes are the loaded bytes.
@@ -195,6 +224,7 @@ def _check_archive(item: Stored, view: memoryview) -> tuple[str | None, int]:
         archive = Archive(view)
     except ArchiveError as error:
         return f"the item is no complete archive ({error})", 0
-    if misfits := archive.misfits():
+    misfits, unchecked = archive.check(lambda start, stop: forget(item.offset + start, item.offset + stop))
+    if misfits:
         return f"the record {misfits[0]} does not match its CRC-32", 0
-    return None, sum(len(archive[name]) for name in archive.unchecked())
+    return None, sum(len(archive[name]) for name in unchecked)

@@ -148,11 +148,13 @@ class _Walk:
             self.tensors[self._position] = _Pair(key, a, b)
 
     def _visit_mappings(self, key: str, a: Mapping[Any, Any], b: Mapping[Any, Any]) -> None:
-        for one, other, which in ((a, b, "first"), (b, a, "second")):
-            for slot in one:
-                if slot not in other:
+        # True, 1 and 1.0 are one key for Python, and three for a checkpoint.
+        first, second = ({(_number_kind(slot), slot): value for slot, value in one.items()} for one in (a, b))
+        for one, other, which in ((first, second, "first"), (second, first, "second")):
+            for kind, slot in one:
+                if (kind, slot) not in other:
                     self._differ(_joined(key, slot), f"only in the {which} state")
-        self._wait_for([_Pair(_joined(key, slot), a[slot], b[slot]) for slot in a if slot in b])
+        self._wait_for([_Pair(_joined(key, slot[1]), first[slot], second[slot]) for slot in first if slot in second])
 
     def _visit_arrays(self, key: str, a: npt.NDArray[Any], b: npt.NDArray[Any]) -> None:
         if a.dtype != b.dtype or a.shape != b.shape:
@@ -210,16 +212,25 @@ def _pickled_parts(value: Any) -> _Parts:
 
 def _tensor_differences(tensors: Mapping[int, _Pair]) -> Iterator[_Difference]:
     """Yield the tensors that differ; all pairs have the same shape and dtype."""
-    handles_a = lay_out({str(n): pair.a for n, pair in tensors.items()}, access_of)
-    handles_b = lay_out({str(n): pair.b for n, pair in tensors.items()}, access_of)
+    names: dict[str, int] = {}  # the names that errors of ``lay_out`` use; elements of an array share their key
     for n, pair in tensors.items():
-        text = tensor_difference(pair.key, handles_a[str(n)], handles_b[str(n)])
+        names[f"{pair.key} ({n})" if pair.key in names else pair.key] = n
+    handles_a = lay_out({name: tensors[n].a for name, n in names.items()}, access_of)
+    handles_b = lay_out({name: tensors[n].b for name, n in names.items()}, access_of)
+    for name, n in names.items():
+        pair = tensors[n]
+        text = tensor_difference(pair.key, handles_a[name], handles_b[name])
         if text is not None:
             yield _Difference(n, pair.key, text)
 
 
 def _state_of(value: Any) -> Any:
     return value if isinstance(value, (torch.Tensor, type)) else _dcp.state_of(value)
+
+
+def _number_kind(key: Any) -> type | None:
+    """Return the kind of a number that is a mapping's key; None for other keys."""
+    return next((kind for kind in (bool, int, float) if isinstance(key, kind)), None)
 
 
 def _joined(key: str, element: Any) -> str:

@@ -1,7 +1,9 @@
 """What the hosts of exchange/test_several_processes.py do. Each function runs in every process of a group."""
 
 import functools
+import json
 import os
+import pathlib
 import sys
 import warnings
 
@@ -21,7 +23,7 @@ warnings.filterwarnings("ignore")
 def share_planner(rank, world):
     """Let xc.export see this host's devices only."""
     planner = functools.partial(xc.SPMDSavePlanner, access=hosts.share_access(rank, world))
-    sys.modules["torch_xla_ckpt.exchange.export"].SPMDSavePlanner = planner
+    sys.modules["torch_xla_ckpt.exchange.state_job"].SPMDSavePlanner = planner
 
 
 def gathered(value):
@@ -57,8 +59,27 @@ def export_fails_on_one_host(rank, world, folder):
     os.pwrite = real
     dist.barrier()
     assert not os.path.exists(f"{folder}/failed") and not [n for n in os.listdir(folder) if n.endswith(".part")]
-    with pytest.raises(xc.CheckpointError, match="several processes cannot export live tensors to memory://x"):
-        xc.export({"model": tensors}, "memory://x")
+
+
+def export_live_to_store(rank, world, folder):
+    """Every file is written by one host, which gets the boxes of the others."""
+    share_planner(rank, world)
+    options = json.loads(pathlib.Path(folder, "s3.json").read_text())
+    state = {"model": save_load.state(mesh(save_load.MESHES[world]))["model"]}
+    expected = save_load.host_tensors()
+    for name, most, budget in (("many", 200_000, 1 << 20), ("one", 5 << 30, 1), ("file.safetensors", 1, 1 << 28)):
+        report = xc.export(
+            state, f"s3://live/{name}", max_shard_bytes=most, memory_budget=budget, storage_options=options
+        )
+        own = gathered(report.bytes_written)
+        assert sum(own) == sum(value.nbytes for value in expected.values())
+        assert sum(map(bool, own)) == (world if name == "many" else 1), own
+        loaded = {"model": {}}
+        xc.load(loaded, f"s3://live/{name}", storage_options=options)
+        assert loaded["model"].keys() == expected.keys()
+        assert all(same_bits(loaded["model"][key], value) for key, value in expected.items())
+    with pytest.raises(xc.CheckpointError, match="already has"):
+        xc.export(state, "s3://live/many", storage_options=options)
 
 
 def export_model(rank, world, folder):

@@ -10,19 +10,21 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UnsafeObjectError
+from torch_xla_ckpt.integrations.lightning.loaders import is_own_state
 from torch_xla_ckpt.serialization import Refused, restricted
-from torch_xla_ckpt.storage import Location
+from torch_xla_ckpt.state import random_state
 
 MODEL = "state_dict"
 OPTIMIZERS = "optimizer_states"
 REST = "lightning"
 TENSORS = "tensors"
+OWN = "torch_xla_ckpt"
+"""The key of what ``with_own`` adds to Lightning's checkpoint dict."""
 
 _Path = tuple[Any, ...]
 _DAMAGED = "Nothing was loaded. Load another checkpoint"
@@ -61,9 +63,26 @@ def optimizer_key(number: int) -> str:
     return f"optimizer_{number}"
 
 
-def parent_of(location: Location) -> Location:
-    """Return the location of the folder that a file or folder lies in."""
-    return replace(location, url=location.url.rpartition("/")[0] or "/", path=location.path.rpartition("/")[0] or "/")
+def with_own(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint dict of Lightning with all that resuming needs and stock Lightning does not know.
+
+    This is the state of the random generators, and of loaders without a state of their own.
+    """
+    own: dict[str, Any] = {"random_state": random_state()}
+    fit_loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    states = fit_loop.get("combined_loader", [])
+    if any(is_own_state(state) for state in states):
+        own["loaders"] = states
+        fit_loop["combined_loader"] = [state for state in states if not is_own_state(state)]
+    return {**checkpoint, OWN: own}
+
+
+def take_own(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+    """Give the loaders' states back to Lightning, and return the state of the random generators, if there is one."""
+    own = checkpoint.pop(OWN, {})
+    if "loaders" in own:
+        checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = own["loaders"]
+    return own.get("random_state")  # type: ignore[no-any-return]
 
 
 def state_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from torch_xla_ckpt.integrations.lightning.checkpoint import (
     TENSORS,
     Rest,
     optimizer_key,
-    parent_of,
 )
 from torch_xla_ckpt.integrations.lightning.reading import SavedFolder
 from torch_xla_ckpt.integrations.lightning.windows import SavedTensor, read_in_order, read_structure
@@ -39,7 +38,8 @@ def consolidate(
 ) -> None:
     """Write a sharded checkpoint as one file, as a plain ``Trainer`` saves it.
 
-    Stock Lightning opens the file: ``trainer.fit(ckpt_path=file)``, ``Module.load_from_checkpoint(file)``, and so does
+    The checkpoint is one of ``SPMDStrategy``, or of Lightning's own sharded strategies. Stock Lightning opens the file:
+    ``trainer.fit(ckpt_path=file)``, ``Module.load_from_checkpoint(file)``, and so does
     ``torch.load(file, weights_only=True)``. No device is needed. A file that is there already is replaced when the new
     one is complete.
 
@@ -83,11 +83,25 @@ def write_file(
         value = rest.with_tensors(found[TENSORS])
         value[MODEL] = found[model_key]
         if rest.optimizers is not None:
-            value[OPTIMIZERS] = [found[key] for key in optimizers]
+            value[OPTIMIZERS] = [_by_number(found[key]) for key in optimizers]
         writer = ArchiveWriter(_streamed(value, saved, streamed))
         pieces = read_in_order(reader, [streamed[one] for one in writer.streamed], memory_budget)
         with _opened(target) as file:
             writer.write(file, pieces)
+
+
+def _by_number(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state with numbers for parameters, where Lightning's own strategies save their names."""
+    groups = optimizer.get("param_groups", [])
+    names = [name for group in groups for name in group["params"]]
+    if not any(isinstance(name, str) for name in names):
+        return optimizer
+    numbers = {name: number for number, name in enumerate(names)}
+    return {
+        **optimizer,
+        "state": {numbers[name]: state for name, state in optimizer.get("state", {}).items()},
+        "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups],
+    }
 
 
 def _saved_tensors(found: Mapping[str, Any], metadata: Metadata) -> dict[int, SavedTensor]:
@@ -132,20 +146,21 @@ def _opened(target: Location) -> Iterator[IO[bytes]]:
     if target.filesystem is None:
         if os.path.isdir(target.path):
             raise CheckpointError(f"{target} is a folder. Nothing was written. Choose a name for the file")
-        os.makedirs(parent_of(target).path, exist_ok=True)
-        temporary = os.path.join(parent_of(target).path, f".{target.name}.{secrets.token_hex(4)}.tmp")
+        os.makedirs(target.parent.path, exist_ok=True)
+        temporary = os.path.join(target.parent.path, f".{target.name}.{secrets.token_hex(4)}.tmp")
         try:
             with open(temporary, "wb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, target.path)
+            open_folder(target.parent).flush()
         except BaseException:
             if os.path.exists(temporary):
                 os.unlink(temporary)
             raise
         return
-    folder = open_folder(parent_of(target))
+    folder = open_folder(target.parent)
     folder.make()
     sink = folder.create(target.name)
     try:

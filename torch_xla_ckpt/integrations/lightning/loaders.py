@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch_xla_ckpt.state import random_state, set_random_state
 logger = logging.getLogger(__name__)
 
 _MARK = "torch_xla_ckpt_batches"
+_NONE = object()
+"""Stands for the batch after the last one."""
 
 
 class ResumableLoader:
@@ -28,10 +30,18 @@ class ResumableLoader:
         loader: the loader.
         is_epoch_over: returns whether the last batch that was handed out ended the epoch.
         unused: returns the number of batches that were handed out and not yet trained on.
+        beginning: returns a context in which an epoch begins and its first batch is read.
     """
 
-    def __init__(self, loader: Iterable[Any], is_epoch_over: Callable[[], bool], unused: Callable[[], int]):
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        is_epoch_over: Callable[[], bool],
+        unused: Callable[[], int],
+        beginning: Callable[[], AbstractContextManager[None]],
+    ):
         self._loader = loader
+        self._beginning = beginning
         self._is_epoch_over = is_epoch_over
         self._unused = unused
         self._count = 0
@@ -86,28 +96,34 @@ class ResumableLoader:
     def _epoch(self) -> Iterator[Any]:
         resume, self._resume = self._resume, None
         if resume is None or resume["start"] is None:
-            self._count, self._start = 0, self._generators()
-            batches = iter(self._loader)
+            with self._beginning():
+                self._count, self._start = 0, self._generators()
+                batches = iter(self._loader)
+                batch = self._next(batches)
         else:
             self._count, self._start = resume["count"], resume["start"]
             with _same_random_numbers():
-                self._set_generators(resume["start"])
+                if self._start.get("has_workers"):
+                    iter(self._loader)  # workers that persist draw other numbers in their first epoch
+                self._set_generators(self._start)
                 batches = iter(self._loader)
-                for _ in range(resume["count"]):
+                for _ in range(self._count):
                     next(batches, None)
-        while True:
-            if isinstance(self._loader, Stateful):
-                self._states = [*self._states[-1:], self._loader.state_dict()]
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
+            batch = self._next(batches)
+        while batch is not _NONE:
             self._count += 1
             yield batch
+            batch = self._next(batches)
+
+    def _next(self, batches: Iterator[Any]) -> Any:
+        if isinstance(self._loader, Stateful):
+            self._states = [*self._states[-1:], self._loader.state_dict()]
+        return next(batches, _NONE)
 
     def _generators(self) -> dict[str, Any]:
-        """Return the state of all generators that the order of the batches may depend on."""
-        return {"program": random_state(), "own": [one.get_state() for one in self._own_generators()]}
+        """Return all that the order of the batches may depend on: generators, and whether workers persist."""
+        own = [one.get_state() for one in self._own_generators()]
+        return {"program": random_state(), "own": own, "has_workers": self._iterator is not None}
 
     def _set_generators(self, states: dict[str, Any]) -> None:
         set_random_state(states["program"])

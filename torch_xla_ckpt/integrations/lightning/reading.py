@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,19 +24,10 @@ from torch_xla_ckpt.integrations.lightning.checkpoint import (
     read_pickle,
     read_rest,
 )
+from torch_xla_ckpt.integrations.lightning.places import LIGHTNINGS_FILE, whole_neighbours
 from torch_xla_ckpt.integrations.lightning.sharding import ModuleSharding
 from torch_xla_ckpt.restoring import held_tensors, restore, sharded_state
-from torch_xla_ckpt.storage import Location, ShardReader, open_folder, verify
-
-LIGHTNINGS_FILE = "meta.pt"
-"""The file beside DCP's in sharded checkpoints of Lightning's own strategies."""
-
-
-def is_file(location: Location) -> bool:
-    """Return whether a single file, and no folder, lies at a location."""
-    if location.filesystem is None:
-        return os.path.isfile(location.path)
-    return bool(location.filesystem.isfile(location.path))
+from torch_xla_ckpt.storage import Location, ShardReader, holds_checkpoint, open_folder, verify
 
 
 class SavedFolder:
@@ -236,15 +226,13 @@ def _read_metadata(location: Location) -> Metadata:
     Raises:
         CheckpointError: there is no whole checkpoint.
     """
-    try:
-        metadata = ShardReader(location).read_metadata()
-        metadata.state_dict_metadata  # noqa: B018  raises the error of reading, if there was one
-    except FileNotFoundError as error:
+    if not holds_checkpoint(location):
         has_files = bool(open_folder(location).names())
         why = "its save was never committed" if has_files else "there is no such folder, or it is empty"
-        raise CheckpointError(
-            f"{location} holds no checkpoint: {why}. Nothing was loaded. Load another checkpoint"
-        ) from error
+        remedy = whole_neighbours(location) or "Load another checkpoint"
+        raise CheckpointError(f"{location} holds no checkpoint: {why}. Nothing was loaded. {remedy}")
+    metadata = ShardReader(location).read_metadata()
+    metadata.state_dict_metadata  # noqa: B018  raises the error of reading, if there was one
     return metadata
 
 

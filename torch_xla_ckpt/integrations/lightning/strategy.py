@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -13,34 +12,30 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from torch_xla_ckpt.coordination import Processes
 from torch_xla_ckpt.device import lazy
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.integrations.lightning.accelerator import SPMDAccelerator
-from torch_xla_ckpt.integrations.lightning.checkpoint import MODEL, OPTIMIZERS
-from torch_xla_ckpt.integrations.lightning.loaders import ResumableLoader, is_own_state
+from torch_xla_ckpt.integrations.lightning.checkpoint import MODEL, OPTIMIZERS, take_own, with_own
+from torch_xla_ckpt.integrations.lightning.loaders import ResumableLoader
 from torch_xla_ckpt.integrations.lightning.precision import for_xla
-from torch_xla_ckpt.integrations.lightning.reading import SavedFolder, is_file, load_optimizers_from_file, read_file
+from torch_xla_ckpt.integrations.lightning.processes import OneProgram
+from torch_xla_ckpt.integrations.lightning.reading import SavedFolder, load_optimizers_from_file, read_file
 from torch_xla_ckpt.integrations.lightning.saves import Saves
 from torch_xla_ckpt.integrations.lightning.sharding import InputSharding, ModuleSharding, move_metrics, new_mesh
+from torch_xla_ckpt.integrations.lightning.steps import LazySteps, leave_inference_mode
 from torch_xla_ckpt.restoring import Sharding, fill
 from torch_xla_ckpt.state import random_state, set_random_state
-from torch_xla_ckpt.storage import Location, PathLike
+from torch_xla_ckpt.storage import Location, PathLike, is_file
 
 logger = logging.getLogger(__name__)
 
-_OWN = "torch_xla_ckpt"
-"""The key of what this strategy adds to Lightning's checkpoint dict."""
 
-
-class SPMDStrategy(Strategy):
+class SPMDStrategy(OneProgram, LazySteps):
     """Trains on all XLA devices of a program, with a module that SPMD shards, and saves sharded checkpoints.
 
     It brings its accelerator: ``Trainer(strategy=SPMDStrategy())`` needs nothing else, on TPUs and on virtual devices.
@@ -86,7 +81,7 @@ class SPMDStrategy(Strategy):
         super().__init__(accelerator=SPMDAccelerator(), precision_plugin=precision_plugin)
         self._mesh = new_mesh(mesh)
         self._sharding = ModuleSharding(self._mesh, sharding)
-        self._inputs = InputSharding(self._mesh, input_sharding)
+        self.inputs = InputSharding(self._mesh, input_sharding)
         self._background = background
         self._check = check
         self._storage_options = storage_options
@@ -104,37 +99,7 @@ class SPMDStrategy(Strategy):
         """The mesh."""
         return self._mesh
 
-    # Where the program runs.
-
-    @property
-    def root_device(self) -> torch.device:
-        """The device that stands for all devices."""
-        return lazy.xla.root_device()
-
-    @property
-    def global_rank(self) -> int:
-        """The rank of this process."""
-        return Processes(None).rank
-
-    @property
-    def local_rank(self) -> int:
-        """The rank of this process on its host: 0, because one process drives all devices of a host."""
-        return 0
-
-    @property
-    def node_rank(self) -> int:
-        """The rank of this process's host."""
-        return self.global_rank
-
-    @property
-    def world_size(self) -> int:
-        """1: all processes run one program on all data, and SPMD cuts the batches."""
-        return 1
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is the first process."""
-        return self.global_rank == 0
+    # What Lightning may plug in.
 
     @property
     def precision_plugin(self) -> Precision:
@@ -155,36 +120,6 @@ class SPMDStrategy(Strategy):
             f"SPMDStrategy cannot use the plugin {type(io).__name__}: it saves checkpoints by all processes, and a "
             "CheckpointIO gets them on the first process only. Leave the plugin out"
         )
-
-    # Values of all processes. SPMD computes with whole tensors, so there is nothing to reduce or to gather.
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return the tensor, which has been computed from the whole batch."""
-        return tensor
-
-    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """Return the tensor, which is whole."""
-        return tensor
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all processes."""
-        Processes(None).gather(None, f"waiting at {name}")
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of the process ``src`` on all processes."""
-        return Processes(None).gather(obj, "broadcasting an object")[src]
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all processes say yes, or any of them."""
-        answers = Processes(None).gather(bool(decision), "agreeing on a decision")
-        return False not in answers if all else True in answers
-
-    def setup_environment(self) -> None:
-        """Seed the devices with what ``seed_everything`` was given, as it seeds all other generators."""
-        super().setup_environment()
-        seed = os.environ.get("PL_GLOBAL_SEED")
-        if seed is not None:
-            lazy.xla.set_seed(int(seed))
 
     # Modules: where their tensors are.
 
@@ -221,6 +156,7 @@ class SPMDStrategy(Strategy):
         """Shard the module, and make the optimizers."""
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
+        leave_inference_mode(trainer)
         self._is_fitting = trainer.state.fn == TrainerFn.FITTING
         self._is_interrupted = False
         self._convert()
@@ -250,7 +186,7 @@ class SPMDStrategy(Strategy):
         assert self.accelerator is not None
         self.accelerator.teardown()
         try:
-            self._saves.close()
+            self._saves.close(together=not self._is_interrupted)
         except CheckpointError as error:
             if not self._is_interrupted:
                 raise
@@ -267,64 +203,6 @@ class SPMDStrategy(Strategy):
         move_metrics(module, self.root_device)
         self._sharding.placement(module, prefix).run()
 
-    # Steps: one sync each.
-
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Put a batch on the devices, each of which gets its part."""
-        module = self.lightning_module
-        with _outside_inference_mode():
-            if module is None:
-                return self._inputs.upload(batch)
-            is_users = is_overridden("transfer_batch_to_device", module) or (
-                module.trainer.datamodule is not None
-                and is_overridden("transfer_batch_to_device", module.trainer.datamodule)
-            )
-            if not is_users:
-                batch = self._inputs.upload(batch)
-            batch = super().batch_to_device(batch, device, dataloader_idx)
-            return self._inputs.upload(batch) if is_users else batch
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training step. In manual optimization, its end is the end of the step on the devices."""
-        output = super().training_step(*args, **kwargs)
-        if self.lightning_module is not None and not self.lightning_module.automatic_optimization:
-            lazy.xla.step()
-        return output
-
-    def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """End the step on the devices if it only accumulates gradients."""
-        module = self.lightning_module
-        if module is not None and module.automatic_optimization and module.trainer.fit_loop._should_accumulate():
-            lazy.xla.step()
-
-    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Run the optimizer's step, which ends the step on the devices."""
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self.lightning_module is not None and self.lightning_module.automatic_optimization:
-            lazy.xla.step()
-        return output
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's validation step."""
-        with self._evaluation():
-            return super().validation_step(*args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's test step."""
-        with self._evaluation():
-            return super().test_step(*args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's predict step."""
-        with self._evaluation():
-            return super().predict_step(*args, **kwargs)
-
-    @contextmanager
-    def _evaluation(self) -> Iterator[None]:
-        with _outside_inference_mode():
-            yield
-            lazy.xla.step()
-
     # Loaders.
 
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -338,7 +216,19 @@ class SPMDStrategy(Strategy):
             progress = loop.epoch_loop.batch_progress.current
             return len(getattr(loop._data_fetcher, "batches", ())) + progress.ready - progress.processed
 
-        return ResumableLoader(dataloader, loop.epoch_loop._num_ready_batches_reached, unused)
+        is_over = loop.epoch_loop._num_ready_batches_reached
+        return ResumableLoader(dataloader, is_over, unused, self._beginning_of_epoch)
+
+    @contextmanager
+    def _beginning_of_epoch(self) -> Iterator[None]:
+        self._may_be_pending = True
+        if self._random_state is None:
+            yield
+            return
+        # A loader without a length reads its first batch before training starts.
+        set_random_state(self._random_state)
+        yield
+        self._random_state = random_state()
 
     def on_train_start(self) -> None:
         """Set the random generators to where the checkpoint had them."""
@@ -373,7 +263,12 @@ class SPMDStrategy(Strategy):
         """
         where = Location.of(self.broadcast(filepath), storage_options or self._storage_options)
         background = self._background and self._is_fitting and not where.name.startswith("hpc_ckpt_")
-        self._saves.save(self._with_own(checkpoint), where, background=background)
+        self._saves.save(with_own(checkpoint), where, background=background)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all processes. ``ModelCheckpoint`` calls this after it has made a link to a checkpoint."""
+        self._saves.hold_links()
+        super().barrier(name)
 
     def remove_checkpoint(self, filepath: PathLike) -> None:
         """Remove a checkpoint, once the saves before are committed."""
@@ -402,7 +297,7 @@ class SPMDStrategy(Strategy):
             saved.load_model(self.lightning_module, self._sharding)
             checkpoint = saved.checkpoint(self.lightning_module)
             self._saved = saved
-        self._take_own(checkpoint)
+        self._random_state = take_own(checkpoint)
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -431,33 +326,6 @@ class SPMDStrategy(Strategy):
         else:
             load_optimizers_from_file(self.optimizers, states, self._source)
 
-    def _with_own(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return a checkpoint dict with the random generators, and without states of loaders that Lightning lacks."""
-        own: dict[str, Any] = {"random_state": random_state()}
-        fit_loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-        states = fit_loop.get("combined_loader", [])
-        if any(is_own_state(state) for state in states):
-            own["loaders"] = states
-            fit_loop["combined_loader"] = [state for state in states if not is_own_state(state)]
-        return {**checkpoint, _OWN: own}
-
-    def _take_own(self, checkpoint: dict[str, Any]) -> None:
-        """Take what ``_with_own`` has put into a checkpoint dict."""
-        own = checkpoint.pop(_OWN, {})
-        self._random_state = own.get("random_state")
-        if "loaders" in own:
-            checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = own["loaders"]
-
 
 def _is_on_meta(module: torch.nn.Module) -> bool:
     return any(tensor.device.type == "meta" for tensor in (*module.parameters(), *module.buffers()))
-
-
-@contextmanager
-def _outside_inference_mode() -> Iterator[None]:
-    """Turn torch's inference mode off, which XLA tensors do not support, and keep autograd as it is."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield
