@@ -16,7 +16,7 @@ from support.s3 import Server, asks, broken_after
 from support.stepwise_saves import files_at, steps_of, value_at
 from torch_xla_ckpt.manager.deletion import StepDeletion
 from torch_xla_ckpt.manager.steps import Steps
-from torch_xla_ckpt.storage import checkpoint_index, file_names, files, lease, leftover_files
+from torch_xla_ckpt.storage import checkpoint_index, file_names, files, lease, leftover_files, verify_files
 from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.location import Location
 
@@ -378,7 +378,7 @@ def test_restore_begins_again_with_one_checkpoint_for_all_its_steps(tmp_path):
 def test_verify_tells_of_damage_of_the_current_checkpoint_only(tmp_path, monkeypatch):
     path = tmp_path / "c"
     xc.save({"t": torch.full((100,), 1.0)}, path)
-    check = verify_module.check_file
+    check = verify_files._check_group
     replaced = iter([True])
 
     def late(*args):
@@ -386,7 +386,7 @@ def test_verify_tells_of_damage_of_the_current_checkpoint_only(tmp_path, monkeyp
             xc.save({"t": torch.full((100,), 2.0)}, path)
         return check(*args)
 
-    monkeypatch.setattr(verify_module, "check_file", late)
+    monkeypatch.setattr(verify_files, "_check_group", late)
     assert xc.verify(path).ok
 
 

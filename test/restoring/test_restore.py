@@ -449,7 +449,8 @@ def test_a_checkpoint_that_is_nothing_but_a_model(tmp_path):
 
 def test_keys_that_cannot_be_told_are_asked_for(tmp_path):
     model = built()
-    xc.save({"net": model.state_dict(), "a": {"param_groups": [{"params": []}]}}, tmp_path)
+    state = {"net": model.state_dict(), "ema": model.state_dict(), "a": {"param_groups": [{"params": []}]}}
+    xc.save(state, tmp_path)
     with pytest.raises(xc.CheckpointError, match="Pass model_key="):
         xc.restore(tmp_path, model=on_meta())
     with pytest.raises(xc.CheckpointError, match=r"model_key='nett'"):

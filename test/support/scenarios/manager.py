@@ -42,7 +42,7 @@ def steps_and_decisions_agree(rank, world, folder):
         assert 2 <= len(taken) < 40 and gathered(taken) == [taken] * world
         assert gathered(manager.all_steps()) == [taken[-2:]] * world
         assert gathered(manager.best_step("loss")) == [taken[-2]] * world
-        assert [one.step for one in manager.history()] == taken
+        assert sorted(one.step for one in manager.history()) == taken  # a later save may commit before an async one
         target = state(-1, rank)
         assert gathered(manager.restore_latest(target)) == [taken[-1]] * world
         assert target["n"] == taken[-1] and target[f"own{rank}"] == rank * 100 + taken[-1]

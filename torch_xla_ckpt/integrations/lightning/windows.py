@@ -34,9 +34,12 @@ class SavedTensor:
 
 
 def read_structure(reader: ShardReader, keys: Sequence[str]) -> dict[str, Any]:
-    """Return the values under some top-level keys, with tensors on the meta device, of which nothing is read."""
+    """Return the values under some top-level keys, with tensors on the meta device, of which nothing is read.
+
+    Keys that the checkpoint lacks are left empty.
+    """
     target: dict[str, Any] = {key: {} for key in keys}
-    planner = SPMDLoadPlanner(placement=lambda *_: "meta", access=partial(_same, _WindowAccess({})))
+    planner = SPMDLoadPlanner(missing="keep", placement=lambda *_: "meta", access=partial(_same, _WindowAccess({})))
     _load(target, reader, planner)
     return target
 
