@@ -126,6 +126,13 @@ Written = WrittenItems | Sequence[WriteResult]
 """What one rank has written. A list, if the planner has plans of its own kind."""
 
 
+def written_bytes(result: Written) -> int:
+    """Return the bytes of all items that one rank has written."""
+    if isinstance(result, WrittenItems):
+        return int(result.length.sum(dtype=np.int64))
+    return sum(one.size_in_bytes for one in result)
+
+
 def written_sizes(results: Sequence[Written]) -> dict[str, int]:
     """Return the size in bytes of each data file that a save has written, by name."""
     sizes: dict[str, int] = {}

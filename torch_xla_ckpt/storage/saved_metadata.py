@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.layout import Integers
-from torch_xla_ckpt.reports import format_bytes
+from torch_xla_ckpt.reports import SaveReport, format_bytes
 from torch_xla_ckpt.storage.frame import ALIGNMENT
 from torch_xla_ckpt.storage.places import Places, StorageEntries
 
@@ -22,9 +22,12 @@ class SavedMetadata(Metadata):
 
     Pickles and copies are plain ``Metadata``, so stock PyTorch reads them without this package. The exception is the
     pickle in which DCP sends the metadata to the other ranks: it holds arrays instead of an object for each chunk.
+
+    Attributes:
+        report: where the time of the save went on this process.
     """
 
-    _seconds: float | None = None
+    report: SaveReport | None = None
     _is_sent_next = False
 
     def __repr__(self) -> str:
@@ -34,7 +37,7 @@ class SavedMetadata(Metadata):
             nbytes = stored.nbytes
         else:
             nbytes = sum(entry.length for entry in (stored or {}).values())
-        seconds = "" if self._seconds is None else f", saved in {self._seconds:.2f} s"
+        seconds = "" if self.report is None else f", saved in {self.report.seconds:.2f} s"
         return f"<Metadata of {keys:,} {'key' if keys == 1 else 'keys'}, {format_bytes(nbytes)}{seconds}>"
 
     def __eq__(self, other: object) -> bool:
@@ -119,7 +122,7 @@ def _arrived(
     return made  # type: ignore[return-value]
 
 
-def shortened(metadata: Metadata, seconds: float) -> Metadata:
+def shortened(metadata: Metadata, report: SaveReport) -> Metadata:
     """Let metadata print as one line from now on, and return it.
 
     DCP returns the object that its planner made, and offers storage no hook to return another one. So the object gets
@@ -127,12 +130,12 @@ def shortened(metadata: Metadata, seconds: float) -> Metadata:
 
     Args:
         metadata: the metadata of a committed checkpoint. Instances of a subclass of ``Metadata`` are left alone.
-        seconds: the duration of the save.
+        report: where the time of the save went.
     """
     if type(metadata) is Metadata:
         metadata.__class__ = SavedMetadata
     if isinstance(metadata, SavedMetadata):
-        metadata._seconds = seconds
+        metadata.report = report
     return metadata
 
 
