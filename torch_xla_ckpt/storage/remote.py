@@ -68,6 +68,9 @@ class RemoteFolder(Folder):
         self._fs = self._requests.fs
         self._s3 = S3Requests(self._requests) if hasattr(self._fs, "call_s3") else None
 
+    def __reduce__(self) -> Any:
+        return RemoteFolder, (self._location,)
+
     def make(self) -> None:
         # An object store has no folders, and for a misspelt path fsspec would make a bucket.
         if not self._location.is_object_store:
