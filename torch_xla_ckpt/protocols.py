@@ -8,7 +8,7 @@ snapshot's ``SnapshotData`` stands in for the tensor during an async save.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -18,6 +18,7 @@ import xxhash
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 
 from torch_xla_ckpt.layout import Box, TensorLayout
+from torch_xla_ckpt.reports import RequestCounts
 
 Bytes = bytes | memoryview
 Elements = npt.NDArray[Any]
@@ -171,6 +172,15 @@ class Version:
         return cls(xxhash.xxh3_128_digest(data), data[-cls.ENDING :], tag)
 
     @classmethod
+    def of_pieces(cls, pieces: Iterable[Bytes]) -> Version:
+        """Return the version of a file that holds these pieces. A piece need not live longer than its turn."""
+        hasher, end = xxhash.xxh3_128(), b""
+        for piece in pieces:
+            hasher.update(piece)
+            end = (end + piece[-cls.ENDING :])[-cls.ENDING :]
+        return cls(hasher.digest(), end)
+
+    @classmethod
     def none(cls) -> Version:
         """Return the version of a missing file."""
         return cls(None)
@@ -221,6 +231,9 @@ class Folder(Protocol):
             CheckpointError: a request still runs after the time limit of one request.
         """
 
+    def counts(self) -> RequestCounts:
+        """Return the requests to the store so far; none for local disks."""
+
     def names(self) -> list[str]:
         """Return the names of all files; none if the folder does not exist."""
 
@@ -241,12 +254,12 @@ class Folder(Protocol):
         """
 
     def missing(self, files: Mapping[str, int], listed: Collection[str] | None = None) -> list[str]:
-        """Return the names of files that are not here.
+        """Return the names of files that are not here, or have another size.
 
         Args:
             files: the sizes in bytes of the files to look for, by name.
-            listed: the names of the files in a listing made just now. Default: the folder makes a listing if it needs
-                one.
+            listed: the names of the files in a listing made just now, or the listing. Default: the folder makes a
+                listing if it needs one.
         """
 
     def read(self, name: str) -> bytes:
@@ -260,13 +273,15 @@ class Folder(Protocol):
     def version(self, name: str) -> Version:
         """Return the current version of a file, which may be missing."""
 
-    def create(self, name: str, *, replaces: bool = False) -> Sink:
+    def create(self, name: str, *, replaces: bool = False, unchanged: bool = False) -> Sink:
         """Create a file and open it for writing.
 
         Args:
             name: the file's name.
             replaces: whether there may be an older file, which stays if the new one is given up. In stores only; on
                 local disks, an older file is an error.
+            unchanged: True if memory that is written stays unchanged until the file is closed, so that the folder need
+                not copy it. Default: False.
         """
 
     def put(self, name: str, data: bytes) -> None:
@@ -275,7 +290,7 @@ class Folder(Protocol):
     def replace(
         self,
         name: str,
-        data: bytes,
+        data: Iterable[Bytes],
         temporary: str,
         *,
         expected: Version | None = None,
@@ -285,7 +300,7 @@ class Folder(Protocol):
 
         Args:
             name: the file's name.
-            data: the new bytes.
+            data: the new bytes, in pieces. They are taken once.
             temporary: the name of a temporary file, for storage that needs one.
             expected: the version that the file must have; default: any. Comparing and replacing is one step on local
                 disks, in S3 and in memory. Elsewhere it is one step only if the expected file is missing.
@@ -320,7 +335,7 @@ class Folder(Protocol):
         """
 
     def view(self, windows: Sequence[Window]) -> list[memoryview]:
-        """Return the bytes of each window; fewer where the file ends before.
+        """Return the bytes of each window; fewer where the file ends before. Some views may be read-only.
 
         Raises:
             FileNotFoundError, NotAFile, IsADirectoryError: naming the file in ``filename``.

@@ -52,7 +52,7 @@ class StoreClaim:
         if version.exists:
             left = self._left_by_other()
         try:
-            self._folder.replace(CLAIM, self._content([]), f"{CLAIM}.{self._id}", expected=version)
+            self._folder.replace(CLAIM, [self._content([])], f"{CLAIM}.{self._id}", expected=version)
         except FileChanged:
             raise ConcurrentSaveError(
                 f"another export to {self._folder.url} began at the same moment. Nothing was written. Let one program "

@@ -85,7 +85,7 @@ class ReadPlans:
         """
         if _dcp.is_one_chunk(saved):
             return _whole_reads(key, source, boxes, saved)
-        cut = (tuple(boxes), tuple((chunk.offsets, chunk.sizes) for chunk in saved.chunks))
+        cut = (tuple(boxes), _dcp.geometry(saved))
         fills = self._known.get(cut)
         if fills is None:
             index = ChunkIndex(_dcp.boxes_of(saved))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 
 import xxhash
 
@@ -38,7 +39,16 @@ class DataFiles:
         with self._lock:
             name = data_name(self._rank, self._count, self._save_id)
             self._count += 1
-        return DataFile(name, self._folder.create(name))
+        return DataFile(name, self._folder.create(name, unchanged=True))
+
+    def remove(self, files: Iterable[DataFile]) -> None:
+        """Remove abandoned files from a store, which may have carried out requests that were answered by an error.
+
+        An error is ignored: the next save removes what is left.
+        """
+        if self._folder.remote:
+            with suppress(Exception):
+                self._folder.remove([file.name for file in files])
 
 
 class DataFile:
@@ -46,11 +56,11 @@ class DataFile:
 
     Args:
         name: the file's name.
-        sink: the open file.
+        sink: the open file. The memory of items stays unchanged until ``close``.
     """
 
     def __init__(self, name: str, sink: Sink):
-        self._name = name
+        self.name = name
         self._sink = sink
         self._end = 0
         self._small: list[Bytes] = []  # small items that are not written yet
@@ -80,7 +90,7 @@ class DataFile:
         else:
             self._flush()
             checksums = b"".join(self._write_block(block) for block in _blocks(parts))
-        return Stored(self._name, start, length, data, checksums, sharding)
+        return Stored(self.name, start, length, data, checksums, sharding)
 
     def close(self) -> None:
         """Write what is buffered and close the file."""
@@ -103,14 +113,6 @@ class DataFile:
         if self._small:
             self._sink.write(b"".join(self._small))
             self._small, self._small_bytes = [], 0
-
-
-def file_sizes(stored: Iterable[Stored]) -> dict[str, int]:
-    """Return the size in bytes of each data file, by name, given the items in it."""
-    sizes: dict[str, int] = {}
-    for item in stored:
-        sizes[item.relative_path] = max(sizes.get(item.relative_path, 0), item.offset + item.extent)
-    return sizes
 
 
 def _blocks(parts: Sequence[Bytes]) -> Iterator[list[Bytes]]:

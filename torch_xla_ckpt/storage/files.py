@@ -11,16 +11,20 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from torch_xla_ckpt.protocols import Bytes, Entry, Folder, Sink, Version, Window
+from torch_xla_ckpt.reports import RequestCounts
 from torch_xla_ckpt.runtime import forks
 from torch_xla_ckpt.storage.file_errors import FileChanged, NotAFile, impossible_name
 from torch_xla_ckpt.storage.file_names import require_inside
 from torch_xla_ckpt.storage.filelock import locked
+from torch_xla_ckpt.storage.pieces import joined_pieces
+
+_PIECE = 1 << 20  # bytes of a file that are read together to compare it
 
 
 class LocalFolder(Folder):
@@ -55,6 +59,9 @@ class LocalFolder(Folder):
 
     def settle(self) -> None:
         pass
+
+    def counts(self) -> RequestCounts:
+        return RequestCounts()
 
     def names(self) -> list[str]:
         try:
@@ -103,11 +110,12 @@ class LocalFolder(Folder):
 
     def version(self, name: str) -> Version:
         try:
-            return Version.of(self.read(name))
+            with self._opened(name) as file:
+                return Version.of_pieces(_pieces(file))
         except FileNotFoundError:
             return Version.none()
 
-    def create(self, name: str, *, replaces: bool = False) -> _LocalSink:
+    def create(self, name: str, *, replaces: bool = False, unchanged: bool = False) -> _LocalSink:
         return _LocalSink(self._path / name, self._sync)
 
     def put(self, name: str, data: bytes) -> None:
@@ -121,7 +129,7 @@ class LocalFolder(Folder):
     def replace(
         self,
         name: str,
-        data: bytes,
+        data: Iterable[Bytes],
         temporary: str,
         *,
         expected: Version | None = None,
@@ -129,7 +137,8 @@ class LocalFolder(Folder):
     ) -> None:
         sink = self.create(temporary)
         try:
-            sink.write(data)
+            for piece in joined_pieces(data):
+                sink.write(piece)
             sink.close()
             with nullcontext() if expected is None else locked(self._path):
                 if expected is not None and not self.version(name).is_same(expected):
@@ -201,6 +210,13 @@ class LocalFolder(Folder):
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+
+
+def _pieces(file: BinaryIO) -> Iterator[memoryview]:
+    """Yield the bytes of a file in one buffer, which holds one piece at a time."""
+    buffer = memoryview(bytearray(_PIECE))
+    while size := file.readinto(buffer):  # type: ignore[attr-defined]
+        yield buffer[:size]
 
 
 def _open_without_waiting(path: str, flags: int) -> int:

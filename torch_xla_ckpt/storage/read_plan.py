@@ -17,10 +17,9 @@ from torch_xla_ckpt.runtime import without_collector
 from torch_xla_ckpt.storage.ranges import MAX_GAP, Range, blocks_of, merged, ranges_of
 from torch_xla_ckpt.storage.stored import BLOCK, TINY, Stored
 
-# A job ends when its items have this many bytes,
-_JOB_BYTES = 32 << 20
-# or when it has this many items.
-_JOB_ITEMS = 1024
+JOB_BYTES = 32 << 20
+"""Bytes of items with which a job ends, if nothing else limits it."""
+_JOB_ITEMS = 1024  # items with which a job ends
 
 
 @dataclass(slots=True)
@@ -152,7 +151,7 @@ def reads_by_key(
     """
     by_key: dict[str, KeyReads] = {}
     items: dict[tuple[str, MetadataIndex], ItemRead] = {}
-    shapes: dict[str, dict[torch.Size | None, torch.Size]] = {}
+    shapes: dict[str, Callable[[torch.Size | None], torch.Size]] = {}
     for request in requests:
         key = request.dest_index.fqn
         reads = by_key.get(key)
@@ -178,14 +177,14 @@ def planned_bytes(requests: Sequence[ReadItem], metadata: Metadata) -> int:
 
 
 def _item_read(
-    index: MetadataIndex, metadata: Metadata, shapes: dict[str, dict[torch.Size | None, torch.Size]]
+    index: MetadataIndex, metadata: Metadata, shapes: dict[str, Callable[[torch.Size | None], torch.Size]]
 ) -> ItemRead:
     """Return a saved item with no requests yet.
 
     Args:
         index: DCP's name of the item.
         metadata: DCP's metadata of the checkpoint.
-        shapes: a cache of each tensor's chunk shapes by chunk offset.
+        shapes: a cache of functions that return the shape of each tensor's chunk at an offset.
     """
     saved = metadata.state_dict_metadata[index.fqn]
     try:
@@ -198,16 +197,17 @@ def _item_read(
     if not isinstance(saved, TensorStorageMetadata):
         return ItemRead(index.fqn, stored, None, torch.Size())
     if index.fqn not in shapes:
-        shapes[index.fqn] = {chunk.offsets: chunk.sizes for chunk in saved.chunks}
-    return ItemRead(index.fqn, stored, saved, shapes[index.fqn].get(index.offset, saved.size))
+        shapes[index.fqn] = _dcp.sizes_by_offsets(saved)
+    return ItemRead(index.fqn, stored, saved, shapes[index.fqn](index.offset))
 
 
-def jobs_of(reads: Sequence[KeyReads], remote: bool) -> Iterator[ReadJob]:
+def jobs_of(reads: Sequence[KeyReads], remote: bool, job_bytes: int = JOB_BYTES) -> Iterator[ReadJob]:
     """Cut the reads into jobs, in order.
 
     Args:
         reads: the reads of each key.
         remote: whether the bytes of a job are held in memory while it runs. Local files are memory-mapped.
+        job_bytes: bytes of items with which a job ends. Default: ``JOB_BYTES``.
     """
     job, size = ReadJob(), 0
     for key_reads in reads:
@@ -220,7 +220,7 @@ def jobs_of(reads: Sequence[KeyReads], remote: bool) -> Iterator[ReadJob]:
                 job.working_bytes += 2 * length  # unpickling copies the bytes twice
             elif remote:
                 job.working_bytes += length
-            if size >= _JOB_BYTES or len(job.items) >= _JOB_ITEMS:
+            if size >= job_bytes or len(job.items) >= _JOB_ITEMS:
                 yield job
                 job, size = ReadJob(), 0
     if job.items:

@@ -11,7 +11,6 @@ import logging
 import operator
 import os
 import platform
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,28 +18,40 @@ from importlib import metadata as distributions
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import StorageWriter
 from torch.futures import Future
 
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
-from torch_xla_ckpt.reports import Timeline
+from torch_xla_ckpt.layout import Integers
+from torch_xla_ckpt.reports import LOCK, RequestCounts, Timeline
 from torch_xla_ckpt.runtime import without_collector
-from torch_xla_ckpt.serialization import pickled_metadata
 from torch_xla_ckpt.storage import commit, path_lock
-from torch_xla_ckpt.storage.data_file import DataFiles, file_sizes
+from torch_xla_ckpt.storage.data_file import DataFiles
 from torch_xla_ckpt.storage.file_names import new_save_id
 from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.lease import Holder
-from torch_xla_ckpt.storage.limits import check_limits, default_threads
+from torch_xla_ckpt.storage.limits import check_limits, default_threads, request_bytes
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, path_mismatch
-from torch_xla_ckpt.storage.manifest import Manifest, check_user_metadata
+from torch_xla_ckpt.storage.manifest import check_user_metadata
 from torch_xla_ckpt.storage.memory_budget import MemoryBudget
+from torch_xla_ckpt.storage.places import (
+    Places,
+    StorageEntries,
+    Written,
+    WrittenItems,
+    placed,
+    unplaced,
+    written_bytes,
+    written_sizes,
+)
 from torch_xla_ckpt.storage.progress import Progress
-from torch_xla_ckpt.storage.saved_metadata import plain, shortened
-from torch_xla_ckpt.storage.stored import Stored
+from torch_xla_ckpt.storage.records import Records
+from torch_xla_ckpt.storage.save_phases import SavePhases
+from torch_xla_ckpt.storage.saved_metadata import plain, send_as_arrays, shortened
+from torch_xla_ckpt.storage.stored import BLOCK
 from torch_xla_ckpt.storage.write_jobs import tensor_bytes
 from torch_xla_ckpt.storage.write_threads import WriteThreads
 
@@ -88,8 +99,10 @@ class ShardWriter(StorageWriter):
         memory_budget: the most bytes of data that are fetched from devices and not yet written. If the local shards of
             one tensor are larger, they are fetched alone. A larger budget is rarely faster, because memory that was
             never used before costs more time than waiting. Default 256 MiB.
-        threads: the number of writing threads, each with a data file of its own. Default: one for each core, at most 8;
-            8 for URLs. Small items in local folders go to one more file, from the calling thread.
+        threads: the number of writing threads. Default: one for each core, at most 8; 24 for URLs. In a local folder,
+            each thread writes a data file of its own, and small items go to one more file, from the calling thread. In
+            a store, data files have 8 to 32 MiB, or the size of one chunk if it is larger, so that many are put at the
+            same time; with one thread there is one data file.
         step: the training step, for the manifest.
         user_metadata: any JSON value, up to 400 levels deep, for the manifest.
         storage_options: options for fsspec's filesystem.
@@ -132,12 +145,13 @@ class ShardWriter(StorageWriter):
         self._progress = progress
         self.timeline: Timeline | None = None
         # The save under way.
-        self._began = time.perf_counter()
+        self._phases = SavePhases(Timeline(), RequestCounts())
         self._own_rank: int | None = None  # this rank, in a save without collectives
         self._nonce = ""
         self._save_id = ""
         self._start: commit.SaveStart | None = None  # only on the coordinator
         self._processes = 1
+        self._items: list[_dcp.AssignedItems | None] = []  # of each rank, on the coordinator
         self._mismatch = ""  # names the path of each rank, if the paths differ
         self.reset(path)
 
@@ -151,12 +165,28 @@ class ShardWriter(StorageWriter):
             self.location = Location.of(checkpoint_id, self._storage_options, request_timeout=self._request_timeout)
             self._folder = open_folder(self.location, sync=self._sync)
 
+    def announce(self, waited: float = 0.0) -> Timeline:
+        """Begin to measure the next save, before DCP calls the writer.
+
+        Args:
+            waited: seconds for which the save has waited for other saves already. Default: 0.
+
+        Returns:
+            The timeline of the save.
+        """
+        self._phases = SavePhases(self.timeline or Timeline(), self._folder.counts(), waited)
+        self._phases.is_announced = True
+        return self._phases.timeline
+
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._began = time.perf_counter()
+        if not self._phases.is_announced:
+            self.announce()
+        self._phases.is_announced = False
         self._own_rank = None if kwargs.get("use_collectives", True) else kwargs.get("rank")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        path_lock.wait_for(self.location)
+        with self._phases.timeline.span(LOCK):
+            path_lock.wait_for(self.location)
         self._folder.make()
         self._nonce = new_save_id()
         return replace(plan, storage_data=_ProcessInfo(self._nonce, self.location.identity))
@@ -165,7 +195,8 @@ class ShardWriter(StorageWriter):
         self.abandon()
         self._save_id = new_save_id()
         self._processes = len(plans)
-        self._start = commit.begin(self._folder, self._save_id, self._own_rank)
+        with self._phases.timeline.span("begin"):
+            self._start = commit.begin(self._folder, self._save_id, self._own_rank)
         first = self._own_rank or 0
         # A planner of DCP that caches its plans may pass the plan of another save, with another kind of data.
         told = [plan.storage_data for plan in plans]
@@ -173,12 +204,14 @@ class ShardWriter(StorageWriter):
         self._mismatch = path_mismatch("saves", "to", [info.path for info in infos if info.path], first)
         if self._mismatch:
             logger.warning("%s", self._mismatch)
+        self._items = [plan.items if isinstance(plan.items, _dcp.AssignedItems) else None for plan in plans]
         return [
             replace(plan, storage_data=_SaveInfo(self._save_id, rank, info.nonce))
             for rank, (plan, info) in enumerate(zip(plans, infos), first)
         ]
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Written]:  # type: ignore[override]
+        self._phases.planned()
         try:
             results = self._write(plan, planner)
         except BaseException:
@@ -187,40 +220,47 @@ class ShardWriter(StorageWriter):
             elif self._start is not None:  # other processes may still write: ``abandon`` or the next save removes files
                 self._start.lease.end()
             raise
-        done: Future[list[WriteResult]] = Future()
+        self._phases.written(written_bytes(results))
+        done: Future[Written] = Future()
         done.set_result(results)
         return done
 
     @without_collector
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: Metadata, results: list[Written]) -> None:  # type: ignore[override]
         start = self._start
         if start is None:
             raise CheckpointError("this writer has no save under way; call prepare_global_plan first")
-        stored = {result.index: result.storage_data for own in results for result in own}
-        entries = _entries(stored)
-        finished = _dcp.finished(plain(metadata), stored, self.storage_meta())
+        finished = _dcp.finished(plain(metadata), None, self.storage_meta())
         try:
-            with (self.timeline or Timeline()).span("commit"):
-                _require_all(finished)
-                pickled = pickled_metadata(replace(finished, storage_data=entries))
-                commit.publish(self._folder, self._manifest(finished), pickled, self._own_rank, start=start)
+            with self._phases.timeline.span("commit"):
+                files = written_sizes(results)
+                catalog, listed, rows = self._catalog_of(finished, results)
+                places = placed(catalog, list(files), listed, rows)
+                _require_all(catalog, places)
+                records = Records(finished, catalog, places, files)
+                manifest, pickled = records.manifest(self._head()), records.pickled()
+                commit.publish(self._folder, self._save_id, files, manifest, pickled, self._own_rank, start=start)
+                records.keep()
         except BaseException as error:
             if isinstance(error, CheckpointError) and self._mismatch:
                 error.args = (f"{error}. {self._mismatch}", *error.args[1:])
             self.abandon()
             raise
-        commit.finish(self._folder, self._save_id, start)
-        self._start = None
+        with self._phases.timeline.span("remove old files"):
+            commit.finish(self._folder, self._save_id, start)
+        self._start, self._items = None, []
         # DCP returns this object from ``save``.
-        metadata.storage_data, metadata.storage_meta = entries, finished.storage_meta
+        metadata.storage_data, metadata.storage_meta = StorageEntries(catalog, places), finished.storage_meta
         self.shorten(metadata)
+        if self._processes > 1:
+            send_as_arrays(metadata)
 
     def shorten(self, metadata: Metadata) -> Metadata:
         """Let the metadata of the last save print as one line, and return it.
 
         ``finish`` does this on the coordinator. The other ranks receive plain metadata from DCP.
         """
-        return shortened(metadata, time.perf_counter() - self._began)
+        return shortened(metadata, self._phases.report(self._folder.counts()))
 
     def abandon(self) -> None:
         """End the save under way as failed. Its files are removed now or by the next save."""
@@ -241,62 +281,81 @@ class ShardWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return isinstance(checkpoint_id, (str, os.PathLike))
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> Written:
         info: _SaveInfo = plan.storage_data
         if info.nonce != self._nonce:
             raise CheckpointError(
                 "the planner passed the plan of an earlier save, whose files this save must not touch. Turn plan "
                 "caching off: DefaultSavePlanner(enable_plan_caching=False)"
             )
-        with Progress("saving", lambda: sum(map(tensor_bytes, plan.items)), self._progress) as progress:
+        total = sum(map(tensor_bytes, plan.items))
+        number = self._threads or default_threads(remote=self._folder.remote)
+        in_objects = self._folder.remote and number > 1
+        with Progress("saving", lambda: total, self._progress) as progress:
             threads = WriteThreads(
                 DataFiles(self._folder, info.rank, info.save_id),
-                self._threads or default_threads(remote=self._folder.remote),
+                number,
                 keep_tiny=not self._folder.remote,
+                file_bytes=request_bytes(total, number, self._memory_budget) if in_objects else None,
                 budget=MemoryBudget(self._memory_budget),
                 progress=progress,
-                timeline=self.timeline or Timeline(),
+                timeline=self._phases.timeline,
             )
             results = threads.write(plan.items, planner)
         try:
             self._folder.flush()
         except BaseException:
-            self._folder.remove(list(file_sizes(result.storage_data for result in results)))
+            self._folder.remove(sorted({result.storage_data.relative_path for _, result in results}))
             raise
-        return results
+        if isinstance(plan.items, _dcp.Items):
+            return WrittenItems.of([(number, result.storage_data) for number, result in results])
+        return [result for _, result in results]
 
-    def _manifest(self, finished: Metadata) -> Manifest:
-        return Manifest(
-            save_id=self._save_id,
-            time=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            step=self._step,
-            user_metadata=self._user_metadata,
-            software=_software(),
-            metadata=finished,
-            files=dict(sorted(file_sizes(finished.storage_data.values()).items())),
-            writer=str(Holder.here()),
-        )
+    def _catalog_of(
+        self, metadata: Metadata, results: list[Written]
+    ) -> tuple[_dcp.Catalog, list[Written], list[Integers | None]]:
+        """Return everything that the checkpoint holds, the results, and the rows of the items in each rank's plan."""
+        catalogs = [items.catalog for items in self._items if items is not None]
+        if len(catalogs) == len(results) and catalogs[0].describes(metadata):
+            return catalogs[0], results, [None if items is None else items.rows for items in self._items]
+        # Another planner planned the save, or a subclass of ours has changed the metadata.
+        listed = [
+            own.results(items) if isinstance(own, WrittenItems) and items is not None else own
+            for own, items in zip(results, self._items)
+        ]
+        shardings = {entry.key: entry.sharding for catalog in catalogs[:1] for entry in catalog.entries}
+        for result in (result for own in listed if not isinstance(own, WrittenItems) for result in own):
+            if result.storage_data.sharding:
+                shardings[result.index.fqn] = result.storage_data.sharding
+        return _dcp.Catalog.of(metadata, shardings), listed, [None] * len(results)
+
+    def _head(self) -> dict[str, Any]:
+        """Return the members of the manifest that tell about the save as a whole."""
+        return {
+            "save_id": self._save_id,
+            "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "step": self._step,
+            "user_metadata": self._user_metadata,
+            "software": _software(),
+            "writer": str(Holder.here()),
+            "block": BLOCK,
+        }
 
 
-def _require_all(metadata: Metadata) -> None:
+def _require_all(catalog: _dcp.Catalog, places: Places) -> None:
     """Check before the commit that every listed item is in a data file.
 
     Raises:
         IncompleteCheckpointError: naming the keys of missing items.
     """
-    lost = _dcp.unstored(metadata, metadata.state_dict_metadata)
+    lost = unplaced(catalog, places)
     if lost:
         raise IncompleteCheckpointError(
             "the checkpoint was not committed, because no process wrote all of "
-            + ", ".join(f"{key!r} ({len(parts)} of its parts are missing)" for key, parts in lost.items())
+            + ", ".join(f"{key!r} ({parts} of its parts are missing)" for key, parts in lost.items())
             + ". The planner assigned these parts to no process. Save with SPMDSavePlanner or DCP's own planner",
             keys=tuple(lost),
         )
-
-
-def _entries(stored: Mapping[MetadataIndex, Stored]) -> dict[MetadataIndex, Any]:
-    """Return where items are stored, as entries of stock DCP's ``storage_data``."""
-    return {index: _dcp.storage_info(item.relative_path, item.offset, item.length) for index, item in stored.items()}
 
 
 def _software() -> dict[str, str]:
