@@ -7,10 +7,10 @@ a question needs are read.
 ``opening`` finds what a path names, and ``step_names`` knows ``RUN/latest`` and ``RUN/best``. ``contents`` lists keys
 and steps, with ``folding`` and ``trees``. ``values`` shows one key: ``slices`` are parsed, ``selecting`` and
 ``reading`` read them (``locating`` helps), and ``statistics``, ``objects`` and ``layouts`` (from ``shardings``)
-describe them. ``checking`` finds damage, and ``diffing`` differences. ``explaining`` plans a load onto other
-``meshes``, and into the ``targets`` that ``matching`` compares. ``reporting`` collects what a page shows, and
-``pages`` writes it as HTML, with ``treemaps``. Two functions change files: ``pruning`` deletes steps of a run, and
-``converting`` rewrites a checkpoint. ``words`` describes shapes, and ``text`` is safe for terminals.
+describe them. ``checking`` finds damage, and ``diffing`` differences, by the ``equality`` of bits. ``explaining``
+plans a load onto other ``meshes``, and into the ``targets`` that ``matching`` compares. ``reporting`` collects what a
+page shows, and ``pages`` writes it as HTML, with ``treemaps``. Two functions change files: ``pruning`` deletes steps
+of a run, and ``converting`` rewrites a checkpoint. ``words`` describes shapes, and ``text`` is safe for terminals.
 """
 
 from torch_xla_ckpt.inspecting.checking import Check, Checks, check, require_checked
