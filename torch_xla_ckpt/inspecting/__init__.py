@@ -8,9 +8,10 @@ a question needs are read.
 and steps, with ``folding`` and ``trees``. ``values`` shows one key: ``slices`` are parsed, ``selecting`` and
 ``reading`` read them (``locating`` helps), and ``statistics``, ``objects`` and ``layouts`` (from ``shardings``)
 describe them. ``checking`` finds damage, and ``diffing`` differences, by the ``equality`` of bits. ``explaining``
-plans a load onto other ``meshes``, and into the ``targets`` that ``matching`` compares. ``reporting`` collects what a
-page shows, and ``pages`` writes it as HTML, with ``treemaps``. Two functions change files: ``pruning`` deletes steps
-of a run, and ``converting`` rewrites a checkpoint. ``words`` describes shapes, and ``text`` is safe for terminals.
+plans a load onto other ``meshes``, and into the ``targets`` that ``matching`` compares; ``overheads`` counts bytes
+beside elements. ``reporting`` collects what a page shows, and ``pages`` writes it as HTML, with ``treemaps``. Two
+functions change files: ``pruning`` deletes steps of a run, and ``converting`` rewrites a checkpoint. ``words``
+describes shapes, and ``text`` is safe for terminals.
 """
 
 from torch_xla_ckpt.inspecting.checking import Check, Checks, check, require_checked
