@@ -143,3 +143,55 @@ def shape_of(text):
     text = re.sub(r"[-+]?\d[\d.,:T+-]*(?:e[-+]?\d+)?", "N", text)
     text = re.sub(r"\b(?:[KMG]iB|bytes|ms|s|min|h|d)\b", "U", text)
     return [line.split() for line in text.splitlines()]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("nosuch",),
+        ("ls",),
+        ("ls", "x", "--nosuch"),
+        ("ls", "x", "--depth", "0"),
+        ("diff", "a"),
+        ("convert", "a", "b", "--spec", "w=a"),
+        ("prune", "x", "--keep", "latest:1", "--yes", "--dry-run"),
+    ],
+)
+def test_an_error_of_usage_is_one_line(arguments):
+    answer = call(*arguments)
+    assert answer.status == 2 and answer.out == ""
+    (line,) = answer.err.splitlines()
+    assert line.startswith("xc: ") and "--help' lists the options" in line
+
+
+def test_no_command_shows_the_help():
+    answer = call()
+    assert answer.status == 2 and "Commands:" in answer.out + answer.err
+
+
+@pytest.mark.parametrize(
+    ("policy", "named"),
+    [
+        ("latest:x", "'x' is no number"),
+        ("best:x:loss", "'x' is no number"),
+        ("every:1.5", "'1.5' is no number"),
+        (f"latest:{10**30}", "at most 15 digits"),
+        ("every:999999999999999d", "999999999999999d ago"),
+        ("newer:999999999d", "999999999d ago"),
+        ("newer:9" + "9" * 400 + "d", "ago is before"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["prune", "ls"])
+def test_a_policy_with_an_impossible_number_names_the_number(made, verb, policy, named):
+    answer = call(verb, made / "run", "--keep", policy)
+    assert answer.status == 2 and named in answer.err and "int()" not in answer.err
+    assert len(answer.err.splitlines()) == 1 and "--debug" not in answer.err
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_streams_change_no_answer(made, tmp_path, closed):
+    for path, status in ((made / "ours", 0), (tmp_path / "absent", 2)):
+        command = f'"$0" -m torch_xla_ckpt ls "$1" {closed}'
+        program = ["sh", "-c", command, sys.executable, str(path)]
+        done = subprocess.run(program, env=environment(), capture_output=True, text=True, timeout=120)
+        assert done.returncode == status and "Traceback" not in done.stderr, done.stderr

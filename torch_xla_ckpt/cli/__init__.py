@@ -14,7 +14,7 @@ import sys
 def main() -> None:
     """Run the command line, and end the process with its exit status."""
     try:
-        from torch_xla_ckpt.cli.failures import print_any_character
+        from torch_xla_ckpt.cli.failures import open_closed_streams, print_any_character
         from torch_xla_ckpt.cli.program import xc
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
@@ -27,6 +27,7 @@ def main() -> None:
         )
         raise SystemExit(2) from None
     gc.disable()  # a command makes many objects, keeps them to its end, and ends soon
+    open_closed_streams()
     print_any_character()
     xc(prog_name="xc")
 

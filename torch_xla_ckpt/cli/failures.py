@@ -11,7 +11,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import click
 
@@ -56,6 +56,34 @@ def failing_in_one_line(command: Callable[_P, bool | None]) -> Callable[_P, None
         raise SystemExit(DIFFERS if answer is False else 0)
 
     return run
+
+
+class OneLineGroup(click.Group):
+    """A group of commands that prints errors of usage in one line, too."""
+
+    def main(self, *args: Any, **options: Any) -> Any:  # type: ignore[override]
+        if not options.pop("standalone_mode", True):
+            return super().main(*args, standalone_mode=False, **options)
+        try:
+            status = super().main(*args, standalone_mode=False, **options)
+        except click.exceptions.NoArgsIsHelpError as error:  # no command was given
+            error.show()
+            raise SystemExit(CANNOT_ANSWER) from None
+        except click.ClickException as error:
+            context = getattr(error, "ctx", None)
+            more = "" if context is None else f". '{context.command_path} --help' lists the options"
+            click.echo(f"xc: {shown(error.format_message()).rstrip('.')}{more}", err=True)
+            raise SystemExit(CANNOT_ANSWER) from None
+        except click.Abort:
+            raise SystemExit(_INTERRUPTED) from None
+        raise SystemExit(status if isinstance(status, int) else 0)
+
+
+def open_closed_streams() -> None:
+    """Discard what is printed to a stream that the caller has closed, as with ``>&-`` in a shell."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, it is open to the end
 
 
 def print_any_character() -> None:

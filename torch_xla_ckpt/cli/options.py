@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from typing import Any, Literal
 
 import click
@@ -14,7 +14,8 @@ from torch_xla_ckpt import keep
 from torch_xla_ckpt.cli.failures import failing_in_one_line
 
 _VALUE = re.compile(r'true|false|null|-?\d{1,15}|[{\["].*', re.DOTALL)
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)([hd])")
+_COUNT = re.compile(r"[0-9]{1,15}")
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([hd])")
 
 
 Options = Mapping[str, Any] | None
@@ -76,13 +77,13 @@ def _policy(spec: str) -> keep.Keep:
         if kind == "all" and not rest:
             return keep.All()
         if kind == "latest" and len(rest) == 1:
-            return keep.Latest(int(rest[0]))
+            return keep.Latest(_number(rest[0]))
         if kind == "best" and len(rest) in (2, 3):
             mode: Literal["min", "max"] = "min" if len(rest) == 2 else rest[2]  # type: ignore[assignment]
-            return keep.Best(int(rest[0]), rest[1], mode)
+            return keep.Best(_number(rest[0]), rest[1], mode)
         if kind == "every" and len(rest) == 1:
             match = _DURATION.fullmatch(rest[0])
-            return keep.Every(hours=_hours(*match.groups())) if match else keep.Every(steps=int(rest[0]))
+            return keep.Every(hours=_hours(*match.groups())) if match else keep.Every(steps=_number(rest[0]))
         if kind == "newer" and len(rest) == 1 and (match := _DURATION.fullmatch(rest[0])):
             return keep.Newer(timedelta(hours=_hours(*match.groups())))
     except ValueError as error:
@@ -93,5 +94,26 @@ def _policy(spec: str) -> keep.Keep:
     )
 
 
+def _number(text: str) -> int:
+    """Return a number of a policy.
+
+    Raises:
+        ValueError: the text is no number of 1 to 15 digits.
+    """
+    if not _COUNT.fullmatch(text):
+        raise ValueError(f"{text!r} is no number" + (" of at most 15 digits" if text.isdecimal() else ""))
+    return int(text)
+
+
 def _hours(number: str, unit: str) -> float:
-    return float(number) * (24 if unit == "d" else 1)
+    """Return the hours of a duration.
+
+    Raises:
+        ValueError: the duration began before the year 1.
+    """
+    hours = float(number) * (24 if unit == "d" else 1)
+    try:
+        datetime.now(timezone.utc) - timedelta(hours=hours)
+    except OverflowError:
+        raise ValueError(f"{number}{unit} ago is before the first year of the calendar") from None
+    return hours

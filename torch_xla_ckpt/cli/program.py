@@ -7,6 +7,7 @@ from click.shell_completion import get_completion_class
 
 from torch_xla_ckpt.cli.changing import convert, export, prune
 from torch_xla_ckpt.cli.comparing import diff, verify
+from torch_xla_ckpt.cli.failures import OneLineGroup
 from torch_xla_ckpt.cli.looking import ls, report, show
 from torch_xla_ckpt.cli.planning import explain
 
@@ -26,6 +27,7 @@ def completion(shell: str) -> None:
 
 
 @click.group(
+    cls=OneLineGroup,
     commands=[ls, show, verify, diff, explain, convert, export, prune, report, completion],
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
 )

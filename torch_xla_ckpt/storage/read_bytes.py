@@ -149,7 +149,7 @@ def corrupt(damage: Damage) -> CorruptCheckpointError:
     """Return the error for damage that a load has met."""
     return CorruptCheckpointError(
         f"the checkpoint is damaged: {damage}. Restore from another checkpoint. verify() lists all damage in this "
-        "checkpoint; verify=False loads it without checking",
+        "checkpoint; in Python, verify=False loads it without checking",
         [damage],
     )
 
