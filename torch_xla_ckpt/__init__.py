@@ -16,7 +16,7 @@ from torch_xla_ckpt.exchange import export
 from torch_xla_ckpt.inspecting import Contents, Difference, Explanation, RunContents, diff, explain, inspect
 from torch_xla_ckpt.manager import CheckpointManager, History, Record, Verdict, keep, when
 from torch_xla_ckpt.planner import SPMDLoadPlanner, SPMDSavePlanner
-from torch_xla_ckpt.reports import ExportReport, LoadReport, Outcome, Span, Timeline
+from torch_xla_ckpt.reports import ExportReport, LoadReport, Outcome, RequestCounts, SaveReport, Span, Timeline
 from torch_xla_ckpt.restoring import prime_optimizer, restore
 from torch_xla_ckpt.staging import AsyncSave, Choice, SPMDStager
 from torch_xla_ckpt.state import PerRank
@@ -43,10 +43,12 @@ __all__ = [
     "PerRank",
     "Record",
     "ReplacedCheckpointError",
+    "RequestCounts",
     "RunContents",
     "SPMDLoadPlanner",
     "SPMDSavePlanner",
     "SPMDStager",
+    "SaveReport",
     "ShardReader",
     "ShardWriter",
     "Span",

@@ -18,7 +18,7 @@ from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.coordination import Processes
 from torch_xla_ckpt.errors import ReplacedCheckpointError
 from torch_xla_ckpt.planner import Dtype, Missing, Place, Rename, Shape, SPMDLoadPlanner, SPMDSavePlanner, Unexpected
-from torch_xla_ckpt.reports import LoadReport, Timeline
+from torch_xla_ckpt.reports import LOCK, LoadReport, Timeline
 from torch_xla_ckpt.runtime import without_collector
 from torch_xla_ckpt.serialization import AllowedType
 from torch_xla_ckpt.staging import AsyncSave, SPMDStager, default_stager
@@ -71,7 +71,8 @@ def save(
         no_dist: whether to save from this process alone although there is a group. Default: False.
 
     Returns:
-        The checkpoint's metadata, which prints as one line.
+        The checkpoint's metadata, which prints as one line. Its ``report`` is a ``SaveReport``: where the time went,
+        and the requests to a store.
 
     Raises:
         ValueError: there is no path; ``path`` is not the path of ``storage_writer``; or ``storage_options`` is given
@@ -83,8 +84,9 @@ def save(
         path, storage_writer, storage_options, sync=sync, step=step, user_metadata=user_metadata, progress=progress
     )
     location = _location(writer)
-    if location is not None:
-        path_lock.wait_for(location)
+    with (writer.announce() if isinstance(writer, ShardWriter) else Timeline()).span(LOCK):
+        if location is not None:
+            path_lock.wait_for(location)
     doing = f"saving to {location or 'a storage writer'}"
     processes = Processes(process_group, no_dist)
     with processes.agreed(doing):
@@ -153,7 +155,10 @@ def save_staged(
             writer.timeline = timeline
         with _abandoned_on_error(writer):
             if before_writing is not None:
-                before_writing()
+                with timeline.span("wait for deletions"):
+                    before_writing()
+            if isinstance(writer, ShardWriter):
+                writer.announce(timeline.seconds().get(LOCK, 0.0))
             return _shortened(writer, _dcp.save(copied, writer, SPMDSavePlanner(), group, group is None))
 
     return stager.run(lambda: _states(state_dict), write, _location(writer))
@@ -320,6 +325,7 @@ def _report(planner: SPMDLoadPlanner, reader: dcp.StorageReader, start: float, r
         outcomes=planner.outcomes,
         bytes_needed=stats.bytes_needed if isinstance(stats, ReadStats) else None,
         bytes_read=stats.bytes_read if isinstance(stats, ReadStats) else None,
+        requests=stats.requests if isinstance(stats, ReadStats) else None,
         plan_seconds=plan,
         read_seconds=total - plan - planner.put_seconds,
         put_seconds=planner.put_seconds,

@@ -17,6 +17,7 @@ import xxhash
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 
 from torch_xla_ckpt.layout import Box, TensorLayout
+from torch_xla_ckpt.reports import RequestCounts
 
 Bytes = bytes | memoryview
 
@@ -202,6 +203,9 @@ class Folder(Protocol):
             CheckpointError: a request still runs after the time limit of one request.
         """
 
+    def counts(self) -> RequestCounts:
+        """Return the requests to the store so far; none for local disks."""
+
     def names(self) -> list[str]:
         """Return the names of all files; none if the folder does not exist."""
 
@@ -222,12 +226,12 @@ class Folder(Protocol):
         """
 
     def missing(self, files: Mapping[str, int], listed: Collection[str] | None = None) -> list[str]:
-        """Return the names of files that are not here.
+        """Return the names of files that are not here, or have another size.
 
         Args:
             files: the sizes in bytes of the files to look for, by name.
-            listed: the names of the files in a listing made just now. Default: the folder makes a listing if it needs
-                one.
+            listed: the names of the files in a listing made just now, or the listing. Default: the folder makes a
+                listing if it needs one.
         """
 
     def read(self, name: str) -> bytes:
@@ -241,13 +245,15 @@ class Folder(Protocol):
     def version(self, name: str) -> Version:
         """Return the current version of a file, which may be missing."""
 
-    def create(self, name: str, *, replaces: bool = False) -> Sink:
+    def create(self, name: str, *, replaces: bool = False, unchanged: bool = False) -> Sink:
         """Create a file and open it for writing.
 
         Args:
             name: the file's name.
             replaces: whether there may be an older file, which stays if the new one is given up. In stores only; on
                 local disks, an older file is an error.
+            unchanged: True if memory that is written stays unchanged until the file is closed, so that the folder need
+                not copy it. Default: False.
         """
 
     def put(self, name: str, data: bytes) -> None:
@@ -301,7 +307,7 @@ class Folder(Protocol):
         """
 
     def view(self, windows: Sequence[Window]) -> list[memoryview]:
-        """Return the bytes of each window; fewer where the file ends before.
+        """Return the bytes of each window; fewer where the file ends before. Some views may be read-only.
 
         Raises:
             FileNotFoundError, NotAFile, IsADirectoryError: naming the file in ``filename``.

@@ -53,6 +53,23 @@ def test_training_loop_saves_due_steps_and_resumes_from_the_newest(tmp_path, met
             manager.restore(11, found)
 
 
+def test_idle_saves_the_step_after_the_last_save_has_ended(tmp_path, monkeypatch):
+    may_write, write = threading.Event(), xc.ShardWriter.write_data
+
+    def held_up(self, *args):
+        assert may_write.wait(60)
+        return write(self, *args)
+
+    monkeypatch.setattr(xc.ShardWriter, "write_data", held_up)
+    with xc.CheckpointManager(tmp_path, when=xc.when.Idle(seconds=0, blocking=1)) as manager:
+        assert manager.save_async(0, state(0))
+        assert not any(manager.save_async(step, state(step)) for step in range(1, 20))
+        may_write.set()
+        manager.wait()
+        assert manager.save_async(20, state(20))
+    assert manager.all_steps() == [0, 20]
+
+
 def test_whole_run_is_restored_into_a_meta_model_and_a_new_optimizer(tmp_path):
     training = Training()
     scheduler = torch.optim.lr_scheduler.StepLR(training.optim, 3)

@@ -88,6 +88,10 @@ def test_policy_keeps_the_same_steps_after_the_others_are_deleted(steps, n, ever
         lambda: when.Every(),
         lambda: when.Every(steps=0),
         lambda: when.Every(steps=2, seconds=2),
+        lambda: when.Idle(seconds=-1),
+        lambda: when.Idle(seconds=float("nan")),
+        lambda: when.Idle(blocking=0),
+        lambda: when.Idle(blocking=2),
     ],
 )
 def test_impossible_policies_are_refused(make):
@@ -113,3 +117,12 @@ def test_when_policies_decide_from_step_time_and_preemption():
     either = when.At([5]) | (lambda now: now.step == 20) | when.First()
     assert either.due(now) and not either.due(later(now, step=21))
     assert ((lambda now: True) | when.First()).due(now)
+
+
+def test_idle_is_due_when_no_save_runs_and_the_last_one_cost_little():
+    now = Now(step=20, last=10, seconds=30.0, preempted=False, saving=False, blocked=0.2)
+    later = dataclasses.replace
+    assert when.Idle().due(now) and not when.Idle().due(later(now, saving=True))
+    assert when.Idle(seconds=30).due(now) and not when.Idle(seconds=31).due(now)
+    assert not when.Idle(seconds=0).due(later(now, seconds=19.9)) and when.Idle(seconds=0).due(later(now, seconds=20.0))
+    assert when.Idle(seconds=0, blocking=1).due(later(now, seconds=0.2))

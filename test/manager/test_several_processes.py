@@ -8,6 +8,7 @@ pytestmark = pytest.mark.slow
 
 SCENARIOS = [
     "steps_and_decisions_agree",
+    "all_ranks_are_idle_at_the_same_steps",
     "a_damaged_step_is_skipped_by_all",
     "folders_of_their_own",
     "a_folder_that_rank_0_cannot_write",

@@ -1,4 +1,4 @@
-"""Which steps are being saved now."""
+"""Which steps are being saved now, and how long saves block training."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from torch_xla_ckpt.runtime import forks
 
 
 class ActiveSaves:
-    """Counts the saves of each step that are under way."""
+    """Counts the saves of each step that are under way.
+
+    Attributes:
+        blocked: seconds for which the last call of ``save`` or ``save_async`` held up training; 0 before the first.
+    """
 
     def __init__(self) -> None:
+        self.blocked = 0.0
         self._counts: dict[int, int] = {}
         self._renew()
         forks.renew_in_child(self, ActiveSaves._renew)

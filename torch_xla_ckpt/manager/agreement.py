@@ -1,4 +1,4 @@
-"""What all ranks know at a step: whether to expect preemption, and which saves count."""
+"""What all ranks know at a step: whether to expect preemption, and what became of the saves."""
 
 from __future__ import annotations
 
@@ -8,14 +8,31 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from torch_xla_ckpt.coordination import Processes
+from torch_xla_ckpt.manager.active import ActiveSaves
 
 _MOST_SAVES = 64  # saves that are remembered; earlier ones have ended long ago
+
+
+class Facts(NamedTuple):
+    """What all ranks know at a step.
+
+    Args:
+        is_preempted: whether to expect preemption.
+        seconds: seconds since the last save began, on the clock of rank 0.
+        is_saving: whether a save is under way on any rank.
+        blocked: seconds for which the last call of ``save`` or ``save_async`` held up the slowest rank.
+    """
+
+    is_preempted: bool
+    seconds: float
+    is_saving: bool
+    blocked: float
 
 
 @dataclass(frozen=True)
@@ -48,11 +65,13 @@ class Agreement:
     Args:
         processes: the ranks, in a gloo group.
         is_signalled: returns whether this rank is about to be preempted.
+        active: the saves that are under way on this rank.
     """
 
-    def __init__(self, processes: Processes, is_signalled: Callable[[], bool]):
+    def __init__(self, processes: Processes, is_signalled: Callable[[], bool], active: ActiveSaves):
         self._processes = processes
         self._is_signalled = is_signalled
+        self._active = active
         self._saves = [_Save(0, None, time.monotonic(), 0.0, False)]
         self._count = 0
         self._failures: set[int] = set()  # saves that this rank knows to have failed; other ranks may not know it yet
@@ -62,6 +81,8 @@ class Agreement:
         self._exchange: tuple[Any, torch.Tensor] | None = None  # the collective under way, and its result
         self._is_outdated = False  # a save has begun since the exchange was started
         self._is_preempted = False
+        self._is_saving = False
+        self._blocked = 0.0
 
     @property
     def last(self) -> int | None:
@@ -92,7 +113,7 @@ class Agreement:
                 self._saves[1] = replace(second, for_preemption=forgotten.for_preemption or second.for_preemption)
                 del self._saves[0]
             self._seconds = 0.0
-            self._is_outdated = True
+            self._is_outdated = self._is_saving = True
             return self._count
 
     def failed(self, number: int, *, everywhere: bool = False) -> None:
@@ -109,15 +130,15 @@ class Agreement:
             elif any(save.number == number for save in self._saves):
                 self._failures.add(number)
 
-    def at(self, step: int) -> tuple[bool, float]:
-        """Return whether to expect preemption, and the seconds since the last save began.
+    def at(self, step: int) -> Facts:
+        """Return what all ranks know at a step.
 
         The answer is the same on all ranks. A second call for the same step returns the same answer.
         """
         if step != self._step:
             self._step = step
             self._end_and_start_exchange()
-        return self._is_preempted, self._seconds
+        return Facts(self._is_preempted, self._seconds, self._is_saving, self._blocked)
 
     def close(self) -> None:
         """End the last exchange, which all ranks have started if they have taken the same steps."""
@@ -130,22 +151,28 @@ class Agreement:
         elapsed = time.monotonic() - self._saves[-1].began
         if self._processes.alone:
             self._is_preempted, self._seconds = self._is_preempted or self._is_signalled(), elapsed
+            self._is_saving, self._blocked = bool(self._active.steps()), self._active.blocked
             return
         if self._exchange is not None:
             work, result = self._exchange
             self._exchange = None
             work.wait()
-            signalled, seconds, failed = result.tolist()
+            signalled, seconds, failed, saving, self._blocked = result.tolist()
             self._is_preempted = self._is_preempted or bool(signalled)
             with self._lock:
+                self._is_saving = self._is_outdated or bool(saving)
                 self._seconds, self._is_outdated = (0.0 if self._is_outdated else seconds), False
                 self._forget(int(failed))
         with self._lock:
             failed = max(self._failures, default=0)
-        is_first = self._processes.rank == 0
-        result = torch.tensor(
-            [float(self._is_signalled()), elapsed if is_first else 0.0, float(failed)], dtype=torch.float64
+        own = (
+            float(self._is_signalled()),
+            elapsed if self._processes.rank == 0 else 0.0,
+            float(failed),
+            float(bool(self._active.steps())),
+            self._active.blocked,
         )
+        result = torch.tensor(own, dtype=torch.float64)
         work = dist.all_reduce(result, op=dist.ReduceOp.MAX, group=self._processes.group, async_op=True)
         self._exchange = work, result
 

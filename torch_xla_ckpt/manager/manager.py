@@ -118,7 +118,7 @@ class CheckpointManager(ClosesOnExit):
         doing = f"looking for the newest step of {self.base_path}"
         last = self._run.processes.from_first(self._run.steps.latest, doing)
         self._preemption = Preemption(chkpt_on_preemption)
-        self._schedule = Schedule(when, self._preemption, self._run.processes, self.base_path)
+        self._schedule = Schedule(when, self._preemption, self._run.processes, self._run.active, self.base_path)
         self._schedule.restored(last)
         writing = WriterOptions(num_of_threads, sync, memory_budget)
         self._saver = Saver(self._run, self._schedule, self._stager, writing, rng)

@@ -99,7 +99,7 @@ class Saver:
                     no_dist=self._processes.alone,
                 )
             finally:
-                writer.timing.returned()
+                self._run.active.blocked = writer.timing.returned()
         except BaseException:
             self._schedule.failed(number, everywhere=True)
             self._ended(request.step, number, is_saved=False)
@@ -125,7 +125,7 @@ class Saver:
                 handle = api.save_staged(state, writer, self._stager, before_writing=self._wait_for_deletions)
                 writer.timing.mode = handle.choice.mode
             finally:
-                writer.timing.returned()
+                self._run.active.blocked = writer.timing.returned()
             if_refused.pop_all()
         handle.upload_completion.add_done_callback(functools.partial(self._uploaded, request.step, number))
 
@@ -218,10 +218,15 @@ class _Timing:
         """Seconds since the call."""
         return time.perf_counter() - self._start
 
-    def returned(self) -> None:
-        """Take note that the call returns to the training loop."""
+    def returned(self) -> float:
+        """Take note that the call returns to the training loop.
+
+        Returns:
+            The seconds for which the call held up the loop.
+        """
         self._blocked = self.elapsed()
         self._has_returned.set()
+        return self._blocked
 
     def fields(self, seconds: float) -> dict[str, Any]:
         """Return the fields of the journal's line, once the call has returned.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 
 from torch_xla_ckpt.coordination import Processes
-from torch_xla_ckpt.manager.agreement import Agreement
+from torch_xla_ckpt.manager.active import ActiveSaves
+from torch_xla_ckpt.manager.agreement import Agreement, Facts
 from torch_xla_ckpt.manager.preemption import Preemption
 from torch_xla_ckpt.manager.when import Now, When
 
@@ -19,25 +20,27 @@ class Schedule:
         when: the policy.
         preemption: what this rank knows of preemption.
         processes: the ranks that decide together.
+        active: the saves that are under way on this rank.
         path: the run's path, for error messages.
     """
 
-    def __init__(self, when: When, preemption: Preemption, processes: Processes, path: str):
+    def __init__(self, when: When, preemption: Preemption, processes: Processes, active: ActiveSaves, path: str):
         self._when = when
         self._preemption = preemption
         self._processes = processes
         self._path = path
-        self._agreement = Agreement(processes, preemption.is_signalled)
+        self._agreement = Agreement(processes, preemption.is_signalled, active)
 
     def is_due(self, step: int) -> bool:
         """Return whether a policy wants this step saved."""
-        is_preempted, seconds = self._facts(step)
-        is_preemption_step = is_preempted and self._agreement.preemption_step in (None, step)  # one save is enough
-        return self._when.due(Now(step, self._agreement.last, seconds, is_preemption_step))
+        facts = self._facts(step)
+        is_preemption_step = facts.is_preempted and self._agreement.preemption_step in (None, step)  # one is enough
+        last = self._agreement.last
+        return self._when.due(Now(step, last, facts.seconds, is_preemption_step, facts.is_saving, facts.blocked))
 
     def is_preempted(self, step: int) -> bool:
         """Return whether to expect preemption."""
-        return self._facts(step)[0]
+        return self._facts(step).is_preempted
 
     def begin(self, step: int) -> int:
         """Take note that a save begins, on all ranks.
@@ -62,8 +65,8 @@ class Schedule:
         """End the last exchange with the other ranks."""
         self._agreement.close()
 
-    def _facts(self, step: int) -> tuple[bool, float]:
-        """Return whether to expect preemption, and the seconds since the last save began."""
+    def _facts(self, step: int) -> Facts:
+        """Return what all ranks know at a step, and whether this rank has noticed preemption at this step."""
         with self._processes.worded(f"deciding whether to save step {step} to {self._path}"):
-            is_preempted, seconds = self._agreement.at(step)
-        return self._preemption.is_noticed(step) or is_preempted, seconds
+            facts = self._agreement.at(step)
+        return facts._replace(is_preempted=self._preemption.is_noticed(step) or facts.is_preempted)

@@ -21,12 +21,17 @@ class Now:
         last: the last step that was saved, by this program or an earlier one of the run; None if there is none.
         seconds: seconds since this program began its last save, or since it started; on the clock of rank 0.
         preempted: True if preemption is to be expected and no step has been saved because of it.
+        saving: True if a save is under way on any rank.
+        blocked: seconds for which the last call of ``save`` or ``save_async`` held up the slowest rank; 0 before the
+            first call.
     """
 
     step: int
     last: int | None
     seconds: float
     preempted: bool
+    saving: bool = False
+    blocked: float = 0.0
 
 
 class When:
@@ -101,6 +106,32 @@ class First(When):
 
     def due(self, now: Now) -> bool:
         return now.last is None
+
+
+@dataclass(frozen=True)
+class Idle(When):
+    """Save whenever no save is under way and training can afford another copy of the state.
+
+    A failure then costs about the time of one save. Orbax calls this continuous checkpointing.
+
+    Args:
+        seconds: the least time between the beginnings of two saves. Default: 10.
+        blocking: the largest share of the training time that saves may block. If the last save blocked training for
+            0.1 seconds, the default of 0.01 waits 10 seconds.
+
+    Raises:
+        ValueError: ``seconds`` is negative, or ``blocking`` is not above 0 and at most 1.
+    """
+
+    seconds: float = 10.0
+    blocking: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not self.seconds >= 0 or not 0 < self.blocking <= 1:
+            raise ValueError("give seconds that are not negative, and blocking as a share above 0 and at most 1")
+
+    def due(self, now: Now) -> bool:
+        return not now.saving and now.seconds >= max(self.seconds, now.blocked / self.blocking)
 
 
 @dataclass(frozen=True)

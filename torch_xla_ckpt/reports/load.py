@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
+from torch_xla_ckpt.reports.requests import RequestCounts
 from torch_xla_ckpt.reports.sizes import format_bytes
 
 Status = Literal["loaded", "created", "kept", "missing", "unexpected", "not requested"]
@@ -54,6 +55,7 @@ class LoadReport:
         put_seconds: seconds of moving tensors to their devices, while other threads keep reading.
         outcomes: the outcome of every key of the target, and of every key of the checkpoint.
         restarts: how often the load began again because another save replaced the checkpoint; default 0.
+        requests: requests to the store, after the last restart; None if the storage reader does not count them.
     """
 
     bytes_needed: int | None
@@ -63,6 +65,7 @@ class LoadReport:
     put_seconds: float
     outcomes: Mapping[str, Outcome] = field(default_factory=dict, repr=False)
     restarts: int = 0
+    requests: RequestCounts | None = None
 
     @property
     def loaded(self) -> tuple[str, ...]:
@@ -126,6 +129,8 @@ class LoadReport:
         lines = [self._speed()]
         if self.restarts:
             lines.append(f"  restarted {self.restarts} times, because the checkpoint was replaced while it was read")
+        if self.requests is not None and self.requests.total:
+            lines.append(f"  {self.requests}")
         for name in _PRINTED:
             keys = list(getattr(self, name.replace(" ", "_")))
             if keys:

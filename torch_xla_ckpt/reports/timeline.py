@@ -46,7 +46,17 @@ class Timeline:
         try:
             yield
         finally:
-            self.spans.append(Span(threading.current_thread().name, what, start, time.perf_counter(), nbytes))
+            self.add(what, start, nbytes)
+
+    def add(self, what: str, start: float, nbytes: int = 0) -> None:
+        """Record an operation of this thread that ends now.
+
+        Args:
+            what: the name of the operation.
+            start: when it began, in seconds of ``time.perf_counter``.
+            nbytes: bytes processed. Default: 0.
+        """
+        self.spans.append(Span(threading.current_thread().name, what, start, time.perf_counter(), nbytes))
 
     def seconds(self) -> Mapping[str, float]:
         """Return the seconds that each operation took, added up over all threads."""

@@ -19,7 +19,7 @@ from torch_xla_ckpt.coordination import Processes
 from torch_xla_ckpt.device import access_of
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.protocols import TensorAccess
-from torch_xla_ckpt.reports import Timeline
+from torch_xla_ckpt.reports import LOCK, Timeline
 from torch_xla_ckpt.runtime import forks
 from torch_xla_ckpt.staging import dcp_async
 from torch_xla_ckpt.staging.capture import Capture, Choice, Mode
@@ -319,11 +319,13 @@ class SPMDStager(ClosesOnExit):
     ) -> None:
         """Run a save in the stager's thread, after all earlier saves."""
         group = None if self._peers is None else self._peers.group
+        timeline = self._timeline
         save.hand_over(upload, path)
 
         def work() -> None:
             try:
-                save.wait_for_turn()
+                with timeline.span(LOCK):
+                    save.wait_for_turn()
                 metadata = write(group)
             except BaseException as error:
                 if not self._owner.is_here:  # a child that was forked by this thread: the save is the parent's

@@ -13,13 +13,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch_xla_ckpt.errors import CheckpointError, ConcurrentSaveError
 from torch_xla_ckpt.protocols import Entry, Folder, Version
 from torch_xla_ckpt.serialization import METADATA
 from torch_xla_ckpt.storage.checkpoint_index import read_index
+from torch_xla_ckpt.storage.deadline import start as start_call
+from torch_xla_ckpt.storage.deadline import together
 from torch_xla_ckpt.storage.file_errors import FileChanged
 from torch_xla_ckpt.storage.file_names import (
     carries_any,
@@ -39,28 +43,41 @@ from torch_xla_ckpt.storage.seal import add_seal, sealed_save_id
 logger = logging.getLogger(__name__)
 
 
+class Survey(NamedTuple):
+    """The files that a save found when it began.
+
+    Args:
+        ranks_own: for a save of all ranks, the versions of the metadata files that single ranks wrote in saves without
+            collectives; else empty.
+        replaced: the files that the commit makes superfluous.
+    """
+
+    ranks_own: Mapping[str, Version]
+    replaced: frozenset[str]
+
+
 @dataclass(frozen=True)
 class SaveStart:
     """The state of a folder when a save began. Made by ``begin``.
 
     Args:
         version: the version of ``.metadata``. The save commits only if this version is still there.
-        ranks_own: for a save of all ranks, the versions of the metadata files that single ranks wrote in saves without
-            collectives; else empty.
-        replaced: the files that the commit makes superfluous.
         lease: the lease, which tells other programs that the save is alive.
+        survey: the future of the survey. In a store, data files are written while the folder is still being listed.
     """
 
     version: Version
-    ranks_own: Mapping[str, Version]
-    replaced: frozenset[str]
     lease: Lease
+    survey: Future[Survey]
 
 
 def begin(folder: Folder, save_id: str, rank: int | None = None) -> SaveStart:
     """Begin a save: take its lease, and record which files there are.
 
     Files that a save could still commit are never removed. Only leftovers are, if their process is known to have ended.
+
+    The version of ``.metadata`` is known before any data file is written. So a program that lists a data file, and
+    commits later, knows that the save of this file cannot commit any more.
 
     Args:
         folder: the checkpoint's folder.
@@ -73,23 +90,38 @@ def begin(folder: Folder, save_id: str, rank: int | None = None) -> SaveStart:
             ``.metadata``.
     """
     folder.settle()
+    name = metadata_name(rank)
+    asked = start_call(lambda: folder.version(name)) if folder.remote else None
     lease = Lease(folder, save_id)
     try:
+        if asked is not None and rank is None:
+            version = asked.result()
+            return SaveStart(version, lease, start_call(lambda: _survey(folder, folder.listing(), version, lease)))
         listing = folder.listing()
-        version = folder.version(metadata_name(rank))
-        ranks_own = {} if rank is not None else {name: folder.version(name) for name in ranks_metadata(listing)}
         if rank is not None and METADATA in listing:
             raise CheckpointError(
                 f"{folder.url} holds a checkpoint of all ranks, and readers would not see what rank {rank} saves there "
                 "without collectives. Save without collectives into another folder"
             )
-        replaced = _replaced(folder, listing, version, ranks_own, rank, lease)
+        # Local leftovers are removed at once. So the version is read after the listing: a save that has committed since
+        # is not taken for a leftover.
+        found = folder.version(name) if asked is None else asked.result()
+        survey: Future[Survey] = Future()
+        survey.set_result(_survey(folder, listing, found, lease, rank))
     except BaseException:
         lease.end()
         with suppress(Exception):
             folder.remove([lease.name])
         raise
-    return SaveStart(version, ranks_own, frozenset(replaced), lease)
+    return SaveStart(found, lease, survey)
+
+
+def _survey(
+    folder: Folder, listing: Mapping[str, Entry], version: Version, lease: Lease, rank: int | None = None
+) -> Survey:
+    """Return which files of a listing matter to the save that has the lease."""
+    ranks_own = {} if rank is not None else {name: folder.version(name) for name in ranks_metadata(listing)}
+    return Survey(ranks_own, frozenset(_replaced(folder, listing, version, ranks_own, rank, lease)))
 
 
 def publish(
@@ -112,25 +144,16 @@ def publish(
         start.lease.require()
         folder.settle()
     manifest_data = manifest.to_bytes()
-    sink = folder.create(manifest_name(manifest.save_id))
-    try:
-        sink.write(manifest_data)
-        sink.close()
-    except BaseException:
-        sink.abandon()
-        raise
-    folder.flush()
-    name, temporary = metadata_name(rank), temporary_name(rank, manifest.save_id)
     data = add_seal(pickled, manifest.save_id, manifest_data)
     try:
         if start is None:
-            folder.replace(name, data, temporary)
+            _write_manifest(folder, manifest, manifest_data)
+            folder.replace(metadata_name(rank), data, temporary_name(rank, manifest.save_id))
         else:
-            files = {**manifest.files, manifest_name(manifest.save_id): len(manifest_data)}
-            _replace_metadata(folder, data, temporary, files, rank, start)
+            _replace_metadata(folder, manifest, manifest_data, data, rank, start)
     except FileChanged as error:
         # A request that is made again, because its answer was lost, finds what it has written itself.
-        if not folder.version(name).is_same(Version.of(data)):
+        if not folder.version(metadata_name(rank)).is_same(Version.of(data)):
             raise _lost_to_another(folder, rank) from error
 
 
@@ -141,8 +164,8 @@ def finish(folder: Folder, save_id: str, start: SaveStart) -> None:
     are only logged, because the new checkpoint is safe.
     """
     start.lease.end()
-    old = {name for name in start.replaced if save_id not in name}
     try:
+        old = {name for name in start.survey.result().replaced if save_id not in name}
         folder.remove([*sorted(old), start.lease.name])
         # The saves whose leases went may have begun uploads as well. Saves that began after this one may be alive.
         dead = {dead_id for name in old if (dead_id := save_id_of_lease(name)) is not None}
@@ -213,27 +236,49 @@ def _removed(folder: Folder, names: Sequence[str]) -> set[str]:
     return set(names)
 
 
+def _write_manifest(folder: Folder, manifest: Manifest, data: bytes) -> None:
+    sink = folder.create(manifest_name(manifest.save_id), unchanged=True)
+    try:
+        sink.write(data)
+        sink.close()
+    except BaseException:
+        sink.abandon()
+        raise
+    folder.flush()
+
+
 def _replace_metadata(
-    folder: Folder, data: bytes, temporary: str, files: Mapping[str, int], rank: int | None, start: SaveStart
+    folder: Folder, manifest: Manifest, manifest_data: bytes, data: bytes, rank: int | None, start: SaveStart
 ) -> None:
-    """Replace ``.metadata`` after the last checks: the commit.
+    """Write the manifest, and replace ``.metadata`` after the last checks: the commit.
 
     Args:
         folder: the checkpoint's folder.
+        manifest: the manifest.
+        manifest_data: its bytes.
         data: the new bytes of ``.metadata``.
-        temporary: the name of the temporary file.
-        files: the files of the save, with their sizes in bytes.
         rank: the rank of a save without collectives.
         start: the state of the folder when the save began.
     """
-    listed = folder.names()
-    _require_files(folder, files, listed, start, rank)
 
-    def check() -> None:
-        # A local folder is locked by now, so a second listing is exact.
-        _require_no_other_save(folder, listed if folder.remote else folder.names(), start, rank)
+    def check_with_one_listing() -> None:
+        listed = folder.listing()
+        _require_files(folder, manifest.files, listed, start, rank)
+        _require_no_other_save(folder, listed, start, rank)
 
-    folder.replace(metadata_name(rank), data, temporary, expected=start.version, check=check)
+    def check_store() -> None:  # nobody reads the manifest before the commit, so it is written during the checks
+        together([lambda: _write_manifest(folder, manifest, manifest_data), check_with_one_listing])
+
+    def check_locked() -> None:  # a local folder is locked by now, so a second listing is exact
+        _require_no_other_save(folder, folder.names(), start, rank)
+
+    if not folder.remote:
+        _write_manifest(folder, manifest, manifest_data)
+        files = {**manifest.files, manifest_name(manifest.save_id): len(manifest_data)}
+        _require_files(folder, files, folder.names(), start, rank)
+    check = check_store if folder.remote else check_locked
+    name, temporary = metadata_name(rank), temporary_name(rank, manifest.save_id)
+    folder.replace(name, data, temporary, expected=start.version, check=check)
 
 
 def _require_files(
@@ -267,8 +312,9 @@ def _require_no_other_save(folder: Folder, listed: Collection[str], start: SaveS
         if folder.version(METADATA).exists:
             raise _lost_to_another(folder, None)
         return
+    ranks_own = start.survey.result().ranks_own
     for name in sorted(ranks_metadata(listed)):
-        before = start.ranks_own.get(name)
+        before = ranks_own.get(name)
         if before is None or not folder.version(name).is_same(before):
             raise _lost_to_another(folder, rank_of_metadata(name))
 

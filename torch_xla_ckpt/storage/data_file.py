@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 
 import xxhash
 
@@ -38,7 +39,16 @@ class DataFiles:
         with self._lock:
             name = data_name(self._rank, self._count, self._save_id)
             self._count += 1
-        return DataFile(name, self._folder.create(name))
+        return DataFile(name, self._folder.create(name, unchanged=True))
+
+    def remove(self, files: Iterable[DataFile]) -> None:
+        """Remove abandoned files from a store, which may have carried out requests that were answered by an error.
+
+        An error is ignored: the next save removes what is left.
+        """
+        if self._folder.remote:
+            with suppress(Exception):
+                self._folder.remove([file.name for file in files])
 
 
 class DataFile:
@@ -46,11 +56,11 @@ class DataFile:
 
     Args:
         name: the file's name.
-        sink: the open file.
+        sink: the open file. The memory of items stays unchanged until ``close``.
     """
 
     def __init__(self, name: str, sink: Sink):
-        self._name = name
+        self.name = name
         self._sink = sink
         self._end = 0
         self._small: list[Bytes] = []  # small items that are not written yet
@@ -80,7 +90,7 @@ class DataFile:
         else:
             self._flush()
             checksums = b"".join(self._write_block(block) for block in _blocks(parts))
-        return Stored(self._name, start, length, data, checksums, sharding)
+        return Stored(self.name, start, length, data, checksums, sharding)
 
     def close(self) -> None:
         """Write what is buffered and close the file."""

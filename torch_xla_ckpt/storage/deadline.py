@@ -1,4 +1,4 @@
-"""Calls with a time limit.
+"""Calls with a time limit, and calls at the same time.
 
 A store may never answer, and no time limit of fsspec holds for all of its backends. So each call runs in a thread. When
 the time is up, the caller goes on without the thread. Threads of calls that have ended are used again.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, ParamSpec, TypeVar
@@ -91,19 +91,58 @@ def call_within(seconds: float, function: Callable[P, T], *args: P.args, **kwarg
     Raises:
         RequestTimeout: the call takes longer.
     """
-    with _lock:
-        jobs = _idle.pop() if _idle else None
-    if jobs is None:
-        jobs = queue.SimpleQueue()
-        threading.Thread(target=_work, args=(jobs,), name="torch_xla_ckpt-request", daemon=True).start()
-    result: Future[T] = Future()
-    jobs.put((result, lambda: function(*args, **kwargs)))
+    result = start(lambda: function(*args, **kwargs))
     try:
         return result.result(seconds)
     except FutureTimeout:
         if result.done():  # the function itself raised it
             raise
         raise RequestTimeout(f"no answer within {seconds:.0f} s", result) from None
+
+
+def start(function: Callable[[], T]) -> Future[T]:
+    """Call a function in another thread, and return the future of its result."""
+    with _lock:
+        jobs = _idle.pop() if _idle else None
+    if jobs is None:
+        jobs = queue.SimpleQueue()
+        threading.Thread(target=_work, args=(jobs,), name="torch_xla_ckpt-request", daemon=True).start()
+    result: Future[T] = Future()
+    jobs.put((result, function))
+    return result
+
+
+def together(functions: Sequence[Callable[[], object]], most: int = 32) -> None:
+    """Call functions at the same time, and return when all of them have ended.
+
+    Args:
+        functions: the functions.
+        most: the most functions to call at the same time. Default: 32.
+
+    Raises:
+        BaseException: what the first of the functions that failed has raised, in the order of ``functions``. After a
+            failure, no further function is called.
+    """
+    errors: dict[int, BaseException] = {}
+    left = iter(enumerate(functions))
+    taking = threading.Lock()
+
+    def work() -> None:
+        while not errors:
+            with taking:
+                number, function = next(left, (-1, None))
+            if function is None:
+                return
+            try:
+                function()
+            except BaseException as error:
+                errors[number] = error
+
+    others = [start(work) for _ in range(min(len(functions), most) - 1)]
+    work()
+    wait(others)
+    if errors:
+        raise errors[min(errors)]
 
 
 def _work(jobs: queue.SimpleQueue[_Job]) -> None:

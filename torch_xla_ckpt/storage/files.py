@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from torch_xla_ckpt.protocols import Bytes, Entry, Folder, Sink, Version, Window
+from torch_xla_ckpt.reports import RequestCounts
 from torch_xla_ckpt.runtime import forks
 from torch_xla_ckpt.storage.file_errors import FileChanged, NotAFile, impossible_name
 from torch_xla_ckpt.storage.file_names import require_inside
@@ -55,6 +56,9 @@ class LocalFolder(Folder):
 
     def settle(self) -> None:
         pass
+
+    def counts(self) -> RequestCounts:
+        return RequestCounts()
 
     def names(self) -> list[str]:
         try:
@@ -107,7 +111,7 @@ class LocalFolder(Folder):
         except FileNotFoundError:
             return Version.none()
 
-    def create(self, name: str, *, replaces: bool = False) -> _LocalSink:
+    def create(self, name: str, *, replaces: bool = False, unchanged: bool = False) -> _LocalSink:
         return _LocalSink(self._path / name, self._sync)
 
     def put(self, name: str, data: bytes) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 
 _MOST_THREADS = 8
+_REMOTE_THREADS = 24  # streams that together are faster than most links, with 100 MiB a second each
+_ROUNDS = 4  # requests that each thread makes one after the other, if there are enough bytes
+_LEAST_BYTES, _MOST_BYTES = 8 << 20, 32 << 20  # of one request to a store
 
 
 def check_limits(memory_budget: int, threads: int | None) -> None:
@@ -23,4 +26,18 @@ def default_threads(*, remote: bool) -> int:
     Args:
         remote: whether the threads wait for a remote store rather than for processor cores.
     """
-    return _MOST_THREADS if remote else min(_MOST_THREADS, os.cpu_count() or 1)
+    return _REMOTE_THREADS if remote else min(_MOST_THREADS, os.cpu_count() or 1)
+
+
+def request_bytes(total: int, threads: int, memory_budget: int) -> int:
+    """Return the bytes to move in one request to a store, so that all threads have work until the end.
+
+    A request takes a fixed time, and then as long as its bytes take. Small requests waste time on the first part, and
+    cost money. Large ones leave threads idle at the end, and the memory budget holds fewer of them.
+
+    Args:
+        total: all bytes to move.
+        threads: the number of threads that make requests.
+        memory_budget: the most bytes in memory.
+    """
+    return min(max(_LEAST_BYTES, min(total // (_ROUNDS * threads), memory_budget // threads)), _MOST_BYTES)

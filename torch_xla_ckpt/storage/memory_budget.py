@@ -22,12 +22,14 @@ class MemoryBudget:
         self._closed = False
         self._changed = threading.Condition()
 
-    def take(self, nbytes: int, *, wait: bool = True) -> bool:
+    def take(self, nbytes: int, *, wait: bool = True, own: int = 0) -> bool:
         """Take bytes from the budget.
 
         Args:
             nbytes: the number of bytes.
             wait: wait until there is room. If False, return False instead. Default True.
+            own: bytes that the caller has taken and will give back only after this call. If nothing else is in use and
+                there is still no room, nobody will make room, and the call returns False. Default 0.
 
         Returns:
             Whether the bytes were taken.
@@ -37,7 +39,7 @@ class MemoryBudget:
         """
         with self._changed:
             while not self._closed and self._used and self._used + nbytes > self._size:
-                if not wait:
+                if not wait or (own and self._used <= own):
                     return False
                 self._changed.wait()
             if self._closed:

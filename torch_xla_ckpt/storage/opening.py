@@ -35,7 +35,7 @@ def open_reader(
         ValueError: there is no path; ``path`` is not the reader's path; or there are storage options beside a reader.
     """
     if reader is None:
-        return ShardReader(_required_path(path), verify=verify, progress=progress, storage_options=storage_options)
+        return ShardReader(required_path(path), verify=verify, progress=progress, storage_options=storage_options)
     _set_path(reader, path, storage_options, "reader")
     return reader
 
@@ -63,7 +63,7 @@ def open_writer(
     """
     if writer is None:
         return ShardWriter(
-            _required_path(path),
+            required_path(path),
             sync=sync,
             step=step,
             user_metadata=user_metadata,
@@ -82,7 +82,7 @@ def path_of(storage: dcp.StorageWriter | dcp.StorageReader) -> PathLike | Locati
     return path if isinstance(path, (str, os.PathLike)) and os.fspath(path) else None
 
 
-def _required_path(path: PathLike | None) -> PathLike:
+def required_path(path: PathLike | None) -> PathLike:
     """Return the path of a call.
 
     Raises:

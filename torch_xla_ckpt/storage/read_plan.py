@@ -17,10 +17,9 @@ from torch_xla_ckpt.runtime import without_collector
 from torch_xla_ckpt.storage.ranges import MAX_GAP, Range, blocks_of, merged, ranges_of
 from torch_xla_ckpt.storage.stored import BLOCK, TINY, Stored
 
-# A job ends when its items have this many bytes,
-_JOB_BYTES = 32 << 20
-# or when it has this many items.
-_JOB_ITEMS = 1024
+JOB_BYTES = 32 << 20
+"""Bytes of items with which a job ends, if nothing else limits it."""
+_JOB_ITEMS = 1024  # items with which a job ends
 
 
 @dataclass(slots=True)
@@ -200,12 +199,13 @@ def _item_read(
     return ItemRead(index.fqn, stored, saved, shapes[index.fqn].get(index.offset, saved.size))
 
 
-def jobs_of(reads: Sequence[KeyReads], remote: bool) -> Iterator[ReadJob]:
+def jobs_of(reads: Sequence[KeyReads], remote: bool, job_bytes: int = JOB_BYTES) -> Iterator[ReadJob]:
     """Cut the reads into jobs, in order.
 
     Args:
         reads: the reads of each key.
         remote: whether the bytes of a job are held in memory while it runs. Local files are memory-mapped.
+        job_bytes: bytes of items with which a job ends. Default: ``JOB_BYTES``.
     """
     job, size = ReadJob(), 0
     for key_reads in reads:
@@ -218,7 +218,7 @@ def jobs_of(reads: Sequence[KeyReads], remote: bool) -> Iterator[ReadJob]:
                 job.working_bytes += 2 * length  # unpickling copies the bytes twice
             elif remote:
                 job.working_bytes += length
-            if size >= _JOB_BYTES or len(job.items) >= _JOB_ITEMS:
+            if size >= job_bytes or len(job.items) >= _JOB_ITEMS:
                 yield job
                 job, size = ReadJob(), 0
     if job.items:

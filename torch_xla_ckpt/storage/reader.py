@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,19 +21,20 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, ReplacedCheckpointError
+from torch_xla_ckpt.reports import RequestCounts
 from torch_xla_ckpt.runtime import without_collector
 from torch_xla_ckpt.storage.absent import no_checkpoint
 from torch_xla_ckpt.storage.checkpoint_index import CheckpointIndex, read_index, version_of
 from torch_xla_ckpt.storage.file_names import metadata_name
 from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.foreign import LACKING, read_foreign
-from torch_xla_ckpt.storage.limits import check_limits, default_threads
+from torch_xla_ckpt.storage.limits import check_limits, default_threads, request_bytes
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, path_mismatch
 from torch_xla_ckpt.storage.manifest import Manifest
 from torch_xla_ckpt.storage.progress import Progress
 from torch_xla_ckpt.storage.read_bytes import JobReader
 from torch_xla_ckpt.storage.read_jobs import JobRunner
-from torch_xla_ckpt.storage.read_plan import jobs_of, reads_by_key
+from torch_xla_ckpt.storage.read_plan import JOB_BYTES, jobs_of, reads_by_key
 from torch_xla_ckpt.storage.read_target import ReadTarget
 
 logger = logging.getLogger(__name__)
@@ -47,10 +48,12 @@ class ReadStats:
         bytes_read: bytes read from data files. A byte that was read twice counts twice. Whole blocks, when checksums
             are verified.
         bytes_needed: bytes of the tensors and objects that the planner requested.
+        requests: requests to the store, those for metadata included; none for local files.
     """
 
     bytes_read: int = 0
     bytes_needed: int = 0
+    requests: RequestCounts = field(default_factory=RequestCounts)
 
 
 class _FoundCheckpoint(NamedTuple):
@@ -74,7 +77,7 @@ class ShardReader(StorageReader):
             unless a file is too short. Default: True.
         memory_budget: host memory in bytes for what is read and not committed yet. Default: 1 GiB. One tensor's local
             shards and the largest of its chunks may exceed the budget. Memory maps do not count.
-        threads: number of threads that read and check. Default: one for each core, at most 8; 8 for URLs.
+        threads: number of threads that read and check. Default: one for each core, at most 8; 24 for URLs.
         storage_options: options of the fsspec filesystem behind a URL, such as ``{"anon": True}`` or
             ``{"endpoint_url": ...}``. Local paths ignore them. Default: none.
         request_timeout: seconds that a remote store may take for one request, plus one second for each MiB in the
@@ -125,6 +128,7 @@ class ShardReader(StorageReader):
         if checkpoint_id is not None:
             self.location = Location.of(checkpoint_id, self._storage_options, request_timeout=self._request_timeout)
             self._root = open_folder(self.location)
+        self._requests_before = self._root.counts()
         self._folder = self._root
         self._is_foreign = False
         self.stats = ReadStats()
@@ -141,6 +145,7 @@ class ShardReader(StorageReader):
         a planner uses it.
         """
         self.stats = ReadStats()
+        self._requests_before = self._root.counts()
         try:
             found = self._read_index(kwargs.get("rank"))
         except FileNotFoundError:
@@ -253,12 +258,14 @@ class ShardReader(StorageReader):
         reads = reads_by_key(plan.items, self._metadata, target.sink)
         needed = sum(key_reads.needed_bytes for key_reads in reads)
         self.stats.bytes_needed += needed
+        threads = self._threads or default_threads(remote=self._folder.remote)
+        job_bytes = request_bytes(needed, threads, self._memory_budget) if self._folder.remote else JOB_BYTES
         with Progress("loading", lambda: needed, self._progress) as progress:
             runner = JobRunner(
                 self._folder,
                 JobReader(self._folder, target, self._verify),
                 target,
-                threads=self._threads or default_threads(remote=self._folder.remote),
+                threads=threads,
                 memory_budget=self._memory_budget,
                 progress=progress,
             )
@@ -266,9 +273,10 @@ class ShardReader(StorageReader):
                 # Objects first: if one of them is refused, every tensor is as it was.
                 for is_tensor in (False, True):
                     some = [key_reads for key_reads in reads if key_reads.is_tensor is is_tensor]
-                    runner.run(jobs_of(some, self._folder.remote))
+                    runner.run(jobs_of(some, self._folder.remote, job_bytes))
             finally:
                 self.stats.bytes_read += runner.bytes_read
+                self.stats.requests = self._root.counts() - self._requests_before
                 self._folder.release()
 
     @property

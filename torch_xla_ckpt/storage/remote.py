@@ -6,26 +6,38 @@ A put must be atomic, as it is in object stores. Every request has a time limit.
 from __future__ import annotations
 
 import logging
+import math
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext, suppress
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from torch_xla_ckpt.protocols import Bytes, Entry, Folder, Sink, Version, Window
+from torch_xla_ckpt.protocols import Entry, Folder, Sink, Version, Window
+from torch_xla_ckpt.reports import RequestCounts
 from torch_xla_ckpt.runtime import forks
 from torch_xla_ckpt.serialization import METADATA
+from torch_xla_ckpt.storage.deadline import together
 from torch_xla_ckpt.storage.file_errors import FileChanged
 from torch_xla_ckpt.storage.file_names import require_inside
 from torch_xla_ckpt.storage.location import Location
 from torch_xla_ckpt.storage.remote_requests import ByteRange, Requests
+from torch_xla_ckpt.storage.remote_sinks import FileSink, ObjectSink
+from torch_xla_ckpt.storage.retries import attempts_for, pauses
 from torch_xla_ckpt.storage.s3 import S3Requests
+from torch_xla_ckpt.storage.s3_upload import S3Sink, single_bytes
 
 logger = logging.getLogger(__name__)
 
-_REQUEST_BYTES = 16 << 20  # longer reads are cut into several requests, which run at the same time
+_REQUEST_BYTES = 16 << 20  # reads of more than about 1.5 times this are cut into requests that run at the same time
+_RANGES_AT_ONCE = 8  # requests of one call of ``view`` that run at the same time
+_SINGLE_BYTES = 48 << 20  # larger files are sent in several requests
+_FRESH = 1.0  # seconds for which a comparison holds that was made while other requests ran
 # Protocols whose backends can create a file only if there is none (fsspec's mode="create").
 _CAN_CREATE = frozenset(("abfs", "abfss", "az", "gcs", "gs"))
 
@@ -58,10 +70,13 @@ class RemoteFolder(Folder):
     def make(self) -> None:
         # An object store has no folders, and for a misspelt path fsspec would make a bucket.
         if not self._location.is_object_store:
-            self._requests.call("make", 0, self._fs.makedirs, self._requests.path, exist_ok=True)
+            self._requests.within("make", 0, self._fs.makedirs, self._requests.path, exist_ok=True)
 
     def settle(self) -> None:
         self._requests.settle()
+
+    def counts(self) -> RequestCounts:
+        return self._requests.counts()
 
     def names(self) -> list[str]:
         return list(self.listing())
@@ -89,7 +104,11 @@ class RemoteFolder(Folder):
     def missing(self, files: Mapping[str, int], listed: Collection[str] | None = None) -> list[str]:
         # One request lists all files. A listing can lag behind, so a file that it lacks is asked for by its name.
         listed = self.listing() if listed is None else listed
-        return sorted(name for name in files if name not in listed and not self._is_there(name))
+
+        def is_listed(name: str, size: int) -> bool:
+            return name in listed and (not isinstance(listed, Mapping) or listed[name].size == size)
+
+        return sorted(name for name, size in files.items() if not (is_listed(name, size) or self._has(name, size)))
 
     def read(self, name: str) -> bytes:
         return self._read(name)[0]
@@ -100,11 +119,14 @@ class RemoteFolder(Folder):
         except FileNotFoundError:
             return Version.none()
 
-    def create(self, name: str, *, replaces: bool = False) -> _RemoteSink:
-        return _RemoteSink(self._requests, name, replaces)
+    def create(self, name: str, *, replaces: bool = False, unchanged: bool = False) -> Sink:
+        if not unchanged:
+            return self._stream(name, replaces)
+        most = _SINGLE_BYTES if self._s3 is None else single_bytes(self._requests)
+        return ObjectSink(self._requests, name, most, partial(self._stream, name, replaces))
 
     def put(self, name: str, data: bytes) -> None:
-        self._requests.call(f"write {name}", len(data), self._fs.pipe_file, self._requests.full_path(name), data)
+        self._requests.put(name, data)
 
     def replace(
         self,
@@ -115,8 +137,10 @@ class RemoteFolder(Folder):
         expected: Version | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
-        if check is not None:
+        compares_slowly = expected is not None and self._s3 is None and "memory" not in self._protocols()
+        if check is not None and not compares_slowly:
             check()
+            check = None
         if expected is None:
             self._put_remembered(name, data)
         elif self._s3 is not None:
@@ -131,9 +155,11 @@ class RemoteFolder(Folder):
             with _memory_lock:
                 self._compare_and_put(name, data, expected)
         elif not expected.exists and not _CAN_CREATE.isdisjoint(self._protocols()):
+            if check is not None:
+                check()
             self._put_new(name, data)
         else:
-            self._compare_and_put(name, data, expected)
+            self._compare_and_put(name, data, expected, check)
 
     def append(self, name: str, line: bytes) -> None:
         try:
@@ -149,22 +175,30 @@ class RemoteFolder(Folder):
 
     def remove(self, names: Sequence[str]) -> None:
         paths = [self._requests.full_path(name) for name in names]
-        if self._s3 is not None and paths:
-            is_metadata = any(path.endswith(METADATA) for path in paths)
-            with self._requests.remembered(f"remove {paths[0]}") if is_metadata else nullcontext():
+        commits = [path for path in paths if path.endswith(METADATA)]
+        if not paths:
+            return
+        if self._s3 is not None:
+            with self._requests.remembered(f"remove {paths[0]}", if_late=bool(commits)):
                 self._s3.remove(paths)
             return
-        failed: list[tuple[str, Exception]] = []
-        for path in paths:
+        failed: dict[str, Exception] = {}
+
+        def remove(path: str) -> None:
             try:
-                with self._requests.remembered(f"remove {path}") if path.endswith(METADATA) else nullcontext():
-                    self._requests.call(f"remove {path}", 0, self._fs.rm_file, path)
+                if path in commits:  # not repeated: another save may have committed since the first attempt
+                    with self._requests.remembered(f"remove {path}"):
+                        self._requests.call(f"remove {path}", 0, self._fs.rm_file, path)
+                else:
+                    self._requests.repeat(f"remove {path}", 0, lambda: self._fs.rm_file(path))
             except FileNotFoundError:
                 pass
             except Exception as error:
-                failed.append((path, error))
+                failed[path] = error
+
+        together([partial(remove, path) for path in paths])
         if failed:
-            first, why = failed[0]
+            first, why = min(failed.items())
             raise OSError(
                 f"{len(failed)} of {len(paths)} files in {self.url} could not be removed, the first is {first}: {why}"
             ) from why
@@ -176,22 +210,39 @@ class RemoteFolder(Folder):
     def view(self, windows: Sequence[Window]) -> list[memoryview]:
         for window in windows:
             require_inside(window.name)
-        # Untouched pages of an empty array cost no memory, so a window may be larger than its parts.
-        buffers = [np.empty(window.stop - window.start, dtype=np.uint8) for window in windows]
-        ends = [window.stop - window.start for window in windows]
+        self._requests.forget_listing()
         ranges = [
-            (number, ByteRange(window.name, start, min(start + _REQUEST_BYTES, stop)))
+            (number, ByteRange(window.name, first, last))
             for number, window in enumerate(windows)
-            for first, stop in window.parts
-            for start in range(first, stop, _REQUEST_BYTES)
+            for start, stop in window.parts
+            for first, last in _cut(start, stop)
         ]
-        answers = self._requests.read_ranges([wanted for _, wanted in ranges])
-        for (number, wanted), data in zip(ranges, answers):
-            position = wanted.start - windows[number].start
-            buffers[number][position : position + len(data)] = np.frombuffer(data, dtype=np.uint8)
+        answers = Counter(number for number, _ in ranges)
+        # Untouched pages of an empty array cost no memory, so a window may be larger than its parts. A window that one
+        # request answers needs no array: its view is the answer.
+        arrays = [
+            None
+            if answers[number] == 1 and window.parts == ((window.start, window.stop),)
+            else np.empty(window.stop - window.start, dtype=np.uint8)
+            for number, window in enumerate(windows)
+        ]
+        views = [memoryview(b"") if array is None else array.data for array in arrays]
+        early: list[tuple[int, int]] = []  # windows whose file ends early, and the end in the window
+
+        def read(number: int, wanted: ByteRange) -> None:
+            data = self._requests.read_range(wanted)
+            array, position = arrays[number], wanted.start - windows[number].start
+            if array is None:
+                views[number] = memoryview(data)
+                return
+            array[position : position + len(data)] = np.frombuffer(data, dtype=np.uint8)
             if len(data) < wanted.stop - wanted.start:
-                ends[number] = min(ends[number], position + len(data))
-        return [buffer.data[:end] for buffer, end in zip(buffers, ends)]
+                early.append((number, position + len(data)))
+
+        together([partial(read, number, wanted) for number, wanted in ranges], _RANGES_AT_ONCE)
+        for number, end in early:
+            views[number] = views[number][:end]
+        return views
 
     def forget(self, name: str, start: int, stop: int) -> None:
         pass
@@ -203,7 +254,7 @@ class RemoteFolder(Folder):
         """Return fsspec's entry for each file and folder in this folder, by name."""
         self._requests.forget_listing()
         try:
-            entries = self._requests.call("list", 0, self._fs.ls, self._requests.path, detail=True)
+            entries = self._requests.repeat("list", 0, lambda: self._fs.ls(self._requests.path, detail=True))
         except FileNotFoundError:
             return {}
         # An object can have the folder's own path, and is not in the folder.
@@ -215,14 +266,14 @@ class RemoteFolder(Folder):
         self._requests.forget_listing()
         if self._s3 is not None:
             return self._s3.read(name)
-        return self._requests.call(f"read {name}", 0, self._fs.cat_file, self._requests.full_path(name)), None
+        path = self._requests.full_path(name)
+        return self._requests.repeat(f"read {name}", 0, lambda: self._fs.cat_file(path)), None
 
-    def _is_there(self, name: str) -> bool:
+    def _has(self, name: str, size: int) -> bool:
         try:
-            self.size(name)
+            return self.size(name) == size
         except FileNotFoundError:
             return False
-        return True
 
     def _put_new(self, name: str, data: bytes) -> None:
         """Put a file if there is none, in one step."""
@@ -232,65 +283,58 @@ class RemoteFolder(Folder):
         except FileExistsError as error:
             raise FileChanged(name) from error
 
-    def _compare_and_put(self, name: str, data: bytes, expected: Version) -> None:
-        if not self.version(name).is_same(expected):
-            raise FileChanged(name)
-        self._put_remembered(name, data)
+    def _compare_and_put(
+        self, name: str, data: bytes, expected: Version, check: Callable[[], None] | None = None
+    ) -> None:
+        """Put a file if it still is the expected version.
+
+        Args:
+            name: the file's name.
+            data: the new bytes.
+            expected: the version that the file must have.
+            check: a function that runs while the versions are compared, and prevents the put if it raises.
+        """
+
+        def compare() -> None:
+            if not self.version(name).is_same(expected):
+                raise FileChanged(name)
+
+        began = time.monotonic()
+        together([*([] if check is None else [check]), compare])
+        if time.monotonic() - began > _FRESH:  # ``check`` took long
+            compare()
+        for attempt, pause in enumerate(pauses(), 1):
+            try:
+                self._put_remembered(name, data)
+                return
+            except Exception as error:
+                if attempt >= attempts_for(error):
+                    raise
+            time.sleep(pause)
+            if self.version(name).is_same(Version.of(data)):  # the put was carried out, and its answer was lost
+                return
+            compare()
 
     def _put_remembered(self, name: str, data: bytes) -> None:
+        path = self._requests.full_path(name)
         with self._requests.remembered(f"write {name}"):
-            self.put(name, data)
+            self._requests.call(f"write {name}", len(data), self._fs.pipe_file, path, data)
+
+    def _stream(self, name: str, replaces: bool) -> Sink:
+        """Open a file to be written piece by piece."""
+        kind = FileSink if self._s3 is None else S3Sink
+        return kind(self._requests, name, replaces)
 
     def _protocols(self) -> frozenset[str]:
         named = self._fs.protocol
         return frozenset((named,) if isinstance(named, str) else named)
 
 
-class _RemoteSink(Sink):
-    """A remote file being written.
-
-    Args:
-        requests: the requests to the file's folder.
-        name: the file's name.
-        replaces: whether there may be an older file of this name.
-    """
-
-    def __init__(self, requests: Requests, name: str, replaces: bool):
-        self._requests = requests
-        self._name = name
-        self._replaces = replaces
-        self._path = requests.full_path(name)
-        self._owner = forks.Owner()
-        self._file = requests.call(f"write {name}", 0, requests.fs.open, self._path, "wb")
-        forks.renew_in_child(self, _RemoteSink._forsake)
-
-    def _forsake(self) -> None:
-        """In a forked child: do not upload the parent's bytes when the file object is deleted, as fsspec would."""
-        with suppress(Exception):
-            self._file.closed = True
-
-    def write(self, data: Bytes) -> None:
-        self._requests.call(f"write {self._name}", len(data) + self._buffered(), self._file.write, data)
-
-    def close(self) -> None:
-        self._requests.call(f"write {self._name}", self._buffered(), self._file.close)
-
-    def abandon(self) -> None:
-        if not self._owner.is_here:  # in a forked child: the save goes on in the parent
-            return
-        # Closing the file would publish it. An error here would hide the error that made the save fail.
-        with suppress(Exception):
-            self._requests.call(f"give up {self._name}", 0, self._file.discard)
-        with suppress(Exception):
-            self._file.closed = True
-        if self._replaces:
-            return
-        with suppress(Exception):
-            self._requests.call(f"remove {self._name}", 0, self._requests.fs.rm_file, self._path)
-
-    def _buffered(self) -> int:
-        """Return the most bytes that fsspec holds back, and sends with the next ones."""
-        return int(getattr(self._file, "blocksize", 0) or 0)
+def _cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Cut a range of bytes into equal ranges, each for one request, of about ``_REQUEST_BYTES``."""
+    length = max(1, math.ceil((stop - start) / max(1, round((stop - start) / _REQUEST_BYTES))))
+    for first in range(start, stop, length):
+        yield first, min(first + length, stop)
 
 
 def _modified(entry: Mapping[str, Any]) -> float | None:

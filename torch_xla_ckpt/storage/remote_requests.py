@@ -1,5 +1,8 @@
 """Requests to a remote store through fsspec: time limits, repetition, and requests that may be carried out late.
 
+Requests are counted. Those that can be made twice without harm are repeated after errors (``retries``), and made a
+second time if the answer is late (``stragglers``).
+
 Every name is taken literally. No function of fsspec that expands patterns is called (``rm``, ``expand_path``,
 ``glob``).
 """
@@ -7,22 +10,36 @@ Every name is taken literally. No function of fsspec that expands patterns is ca
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Sequence
+import logging
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import fsspec
 
 from torch_xla_ckpt.errors import CheckpointError
-from torch_xla_ckpt.storage.deadline import AbandonedCalls, RequestTimeout, call_within
+from torch_xla_ckpt.protocols import Bytes
+from torch_xla_ckpt.reports import RequestCounts
+from torch_xla_ckpt.runtime import forks
+from torch_xla_ckpt.storage.deadline import AbandonedCalls, RequestTimeout, call_within, start
 from torch_xla_ckpt.storage.file_errors import impossible_name
 from torch_xla_ckpt.storage.location import Location
+from torch_xla_ckpt.storage.retries import attempts_for, is_throttling, pauses
+from torch_xla_ckpt.storage.stragglers import Stragglers
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-ATTEMPTS = 3
-"""How often a failed read is attempted, in addition to what the fsspec backend repeats by itself."""
+# Azure's client takes a view for an iterable of parts.
+_ONLY_BYTES = frozenset(("abfs", "abfss", "adl", "az"))
+_RANGES_AT_ONCE = 32  # ranges of one folder that are read at the same time
 
 # Requests without a condition that put or remove ``.metadata``.
 _abandoned = AbandonedCalls()
@@ -54,9 +71,24 @@ class Requests:
         self.fs: fsspec.AbstractFileSystem = location.filesystem
         self.path = location.path
         self._location = location
+        self._writes, self._reads = Stragglers(), Stragglers()
+        self._counts: Counter[str] = Counter()
+        self._sent = self._received = self._repeated = self._asked_twice = 0
+        self._renew()
+        forks.renew_in_child(self, Requests._renew)
+
+    def _renew(self) -> None:
+        self._counting = threading.Lock()
+        self._ranges = threading.BoundedSemaphore(_RANGES_AT_ONCE)
+
+    def counts(self) -> RequestCounts:
+        """Return the requests so far."""
+        with self._counting:
+            by_kind = dict(self._counts)
+            return RequestCounts(by_kind, self._sent, self._received, self._repeated, self._asked_twice)
 
     def call(self, doing: str, nbytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function of the filesystem, with a time limit.
+        """Call a function of the filesystem once, with a time limit.
 
         Args:
             doing: what the request does, for the error: "write .metadata", for example.
@@ -68,22 +100,149 @@ class Requests:
         Raises:
             RequestTimeout: the store did not answer in time. The error names the folder and the request.
         """
+        self.count(doing, nbytes)
+        return self.within(doing, nbytes, function, *args, **kwargs)
+
+    def within(self, doing: str, nbytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do the same as ``call``, and do not count the call as a request."""
         try:
-            return call_within(self._location.request_timeout + nbytes / (1 << 20), function, *args, **kwargs)
+            return call_within(self._limit(nbytes), function, *args, **kwargs)
         except RequestTimeout as error:
-            raise RequestTimeout(
-                f"{self.url}: the request to {doing} got {error}. Check the network and the store; raise "
-                "request_timeout= if the store is only slow",
-                error.call,
-            ) from None
+            raise self._timeout(doing, f"{error}", error.call) from None
+
+    def repeat(
+        self,
+        doing: str,
+        nbytes: int,
+        function: Callable[[], T],
+        *,
+        stragglers: Stragglers | None = None,
+        is_hopeless: Callable[[Exception], bool] = lambda error: False,
+    ) -> T:
+        """Call a function of the filesystem that may be called twice without harm, again and again if it fails.
+
+        Args:
+            doing: what the request does, for the error.
+            nbytes: the bytes that the request moves.
+            function: the function.
+            stragglers: the times of such requests, to make the request a second time if the answer is late. Default:
+                it is never made a second time before it has failed.
+            is_hopeless: returns whether not to repeat the request after an error. Default: the kind of the error
+                decides.
+
+        Raises:
+            RequestTimeout: the store did not answer in time.
+            OSError: the store refused the request again and again. The last answer is the cause.
+            Exception: an error that repetition cannot change, as the filesystem raised it.
+        """
+        for attempt, pause in enumerate(pauses(), 1):
+            try:
+                return self._race(doing, nbytes, function, stragglers)
+            except Exception as error:
+                most = attempts_for(error)
+                if most == 1 or is_hopeless(error):
+                    raise
+                if attempt >= most:
+                    busy = "The store asks for fewer requests: save or load later, or with fewer threads=. "
+                    raise OSError(
+                        errno.EIO,
+                        f"{self.url}: the request to {doing} failed {attempt} times. "
+                        f"{busy if is_throttling(error) else ''}The last answer was {type(error).__name__}: {error}",
+                    ) from error
+                logger.info("%s: the request to %s failed, and is repeated: %s", self.url, doing, error)
+            with self._counting:
+                self._repeated += 1
+            time.sleep(pause)
+        raise AssertionError("the last attempt returns or raises")
+
+    @property
+    def takes_only_bytes(self) -> bool:
+        """Whether the backend is known to refuse or to misread views of memory in the place of bytes."""
+        named = self.fs.protocol
+        protocols = {named} if isinstance(named, str) else set(named)
+        return hasattr(self.fs, "call_s3") or bool(protocols & _ONLY_BYTES)
+
+    def put(self, name: str, data: Bytes, *, is_new: bool = False) -> None:
+        """Put a file.
+
+        Args:
+            name: the file's name.
+            data: its bytes.
+            is_new: True if no other bytes are ever put under this name. Then a late second put does no harm, and the
+                request is made a second time if the answer is late. Default: False.
+        """
+        path = self.full_path(name)
+
+        def put() -> None:
+            try:
+                self.fs.pipe_file(path, data)
+            except (TypeError, AttributeError):
+                if isinstance(data, bytes):
+                    raise
+                self.fs.pipe_file(path, bytes(data))  # a backend that takes no views of memory
+
+        self.repeat(f"write {name}", len(data), put, stragglers=self._writes if is_new else None)
+
+    def _race(self, doing: str, nbytes: int, function: Callable[[], T], stragglers: Stragglers | None) -> T:
+        """Call a function. If the answer is late, call it a second time, and return the first answer."""
+        if stragglers is None:
+            return self.call(doing, nbytes, function)
+        limit, began = self._limit(nbytes), time.monotonic()
+        ask_again = stragglers.patience(nbytes)
+        self.count(doing, nbytes)
+        running: list[Future[T]] = [start(function)]
+        while True:
+            elapsed = time.monotonic() - began
+            for call in wait(running, max(0.0, min(limit, ask_again) - elapsed), FIRST_COMPLETED).done:
+                running.remove(call)
+                error = call.exception()
+                if error is None:
+                    stragglers.answered(nbytes, time.monotonic() - began)
+                    return call.result()
+                if not running:
+                    raise error
+            elapsed = time.monotonic() - began
+            if elapsed >= limit:
+                raise self._timeout(doing, f"no answer within {limit:.0f} s", running[0])
+            if elapsed >= ask_again:
+                logger.info("%s: no answer to the request to %s for %.1f s; it is made again", self.url, doing, elapsed)
+                stragglers.ask_twice()
+                self.count(doing, nbytes, is_second=True)
+                running.append(start(function))
+                ask_again = math.inf
+
+    def _limit(self, nbytes: int) -> float:
+        """Return the time limit of a request in seconds."""
+        return self._location.request_timeout + nbytes / (1 << 20)
+
+    def _timeout(self, doing: str, what: str, call: Future[Any] | None) -> RequestTimeout:
+        return RequestTimeout(
+            f"{self.url}: the request to {doing} got {what}. Check the network and the store; raise request_timeout= "
+            "if the store is only slow",
+            call,
+        )
+
+    def count(self, doing: str, nbytes: int, *, is_second: bool = False) -> None:
+        """Count a request."""
+        kind = "look at" if doing.startswith("look at") else doing.partition(" ")[0]
+        with self._counting:
+            self._counts[kind] += 1
+            self._asked_twice += is_second
+            if kind == "write":
+                self._sent += nbytes
 
     @contextmanager
-    def remembered(self, doing: str) -> Iterator[None]:
-        """Remember requests in the block that exceed their time limit, so that ``settle`` waits for them."""
+    def remembered(self, doing: str, *, if_late: bool = True) -> Iterator[None]:
+        """Remember requests in the block that exceed their time limit, so that ``settle`` waits for them.
+
+        Args:
+            doing: what the requests do, for the error of ``settle``.
+            if_late: False to remember nothing. Default: True.
+        """
         try:
             yield
         except RequestTimeout as error:
-            if error.call is not None:
+            if if_late and error.call is not None:
                 _abandoned.add(self._location.identity, doing, error.call)
             raise
 
@@ -129,38 +288,48 @@ class Requests:
 
     def _info(self, name: str) -> dict[str, Any]:
         self.forget_listing()
-        return self.call(f"look at {name}", 0, self.fs.info, self.full_path(name))
+        path = self.full_path(name)
+        return self.repeat(f"look at {name}", 0, lambda: self.fs.info(path))
 
-    def read_ranges(self, ranges: Sequence[ByteRange]) -> list[bytes]:
-        """Return the bytes of each range, shorter where the file ends before. Failed reads are repeated."""
-        self.forget_listing()
-        answers: dict[int, bytes] = {}
-        for attempt in range(1, ATTEMPTS + 1):
-            asked = [number for number in range(len(ranges)) if number not in answers]
-            if not asked:
-                break
-            for number, answer in zip(asked, self._ask([ranges[number] for number in asked])):
-                name, start, _ = ranges[number]
-                if isinstance(answer, FileNotFoundError):
-                    raise FileNotFoundError(errno.ENOENT, "no such file", name)
-                if not isinstance(answer, BaseException):
-                    answers[number] = answer
-                elif not isinstance(answer, Exception):
-                    raise answer
-                elif self.size(name) <= start:  # object stores answer with an error if a range begins behind the end
-                    answers[number] = b""
-                elif attempt == ATTEMPTS:
-                    raise answer
-        return [answers[number] for number in range(len(ranges))]
+    def read_range(self, wanted: ByteRange) -> bytes:
+        """Return the bytes of a range, fewer where the file ends before.
 
-    def _ask(self, ranges: Sequence[ByteRange]) -> list[Any]:
-        """Request all ranges at the same time; return bytes or an exception for each."""
-        return self.call(  # type: ignore[no-any-return]
-            f"read {ranges[0].name}",
-            sum(stop - start for _, start, stop in ranges),
-            self.fs.cat_ranges,
-            [self.full_path(name) for name, _, _ in ranges],
-            [start for _, start, _ in ranges],
-            [stop for _, _, stop in ranges],
-            on_error="return",
-        )
+        Raises:
+            FileNotFoundError: there is no such file; ``filename`` is its name.
+        """
+        name, first, stop = wanted
+        path = self.full_path(name)
+
+        def read() -> bytes:
+            (answer,) = self.fs.cat_ranges([path], [first], [stop], on_error="return")
+            if isinstance(answer, BaseException):
+                raise answer
+            return bytes(answer)
+
+        is_behind_end = False
+
+        def is_hopeless(error: Exception) -> bool:
+            # Object stores answer with an error if a range begins behind the end.
+            nonlocal is_behind_end
+            if is_throttling(error):
+                return False
+            try:
+                is_behind_end = int(self.call(f"look at {name}", 0, self.fs.info, path)["size"]) <= first
+            except FileNotFoundError:
+                raise
+            except Exception:  # the error of the read says more
+                return False
+            return is_behind_end
+
+        with self._ranges:
+            try:
+                data = self.repeat(f"read {name}", stop - first, read, stragglers=self._reads, is_hopeless=is_hopeless)
+            except FileNotFoundError as error:
+                raise FileNotFoundError(errno.ENOENT, "no such file", name) from error
+            except Exception:
+                if not is_behind_end:
+                    raise
+                data = b""
+        with self._counting:
+            self._received += len(data)
+        return data

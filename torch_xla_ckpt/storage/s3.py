@@ -11,7 +11,8 @@ from fsspec.asyn import sync
 
 from torch_xla_ckpt.protocols import Version
 from torch_xla_ckpt.storage.file_errors import FileChanged
-from torch_xla_ckpt.storage.remote_requests import ATTEMPTS, Requests
+from torch_xla_ckpt.storage.remote_requests import Requests
+from torch_xla_ckpt.storage.retries import ATTEMPTS
 
 logger = logging.getLogger(__name__)
 

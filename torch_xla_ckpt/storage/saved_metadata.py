@@ -7,21 +7,24 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torch_xla_ckpt.reports import format_bytes
+from torch_xla_ckpt.reports import SaveReport, format_bytes
 
 
 class SavedMetadata(Metadata):
     """DCP's ``Metadata`` of a committed checkpoint, whose ``repr`` is one line.
 
     Pickles and copies are plain ``Metadata``, so stock PyTorch reads them without this package.
+
+    Attributes:
+        report: where the time of the save went on this process.
     """
 
-    _seconds: float | None = None
+    report: SaveReport | None = None
 
     def __repr__(self) -> str:
         keys = len(self.state_dict_metadata)
         nbytes = sum(entry.length for entry in (self.storage_data or {}).values())
-        seconds = "" if self._seconds is None else f", saved in {self._seconds:.2f} s"
+        seconds = "" if self.report is None else f", saved in {self.report.seconds:.2f} s"
         return f"<Metadata of {keys:,} {'key' if keys == 1 else 'keys'}, {format_bytes(nbytes)}{seconds}>"
 
     def __eq__(self, other: object) -> bool:
@@ -33,7 +36,7 @@ class SavedMetadata(Metadata):
         return Metadata, _values(self)
 
 
-def shortened(metadata: Metadata, seconds: float) -> Metadata:
+def shortened(metadata: Metadata, report: SaveReport) -> Metadata:
     """Let metadata print as one line from now on, and return it.
 
     DCP returns the object that its planner made, and offers storage no hook to return another one. So the object gets
@@ -41,12 +44,12 @@ def shortened(metadata: Metadata, seconds: float) -> Metadata:
 
     Args:
         metadata: the metadata of a committed checkpoint. Instances of a subclass of ``Metadata`` are left alone.
-        seconds: the duration of the save.
+        report: where the time of the save went.
     """
     if type(metadata) is Metadata:
         metadata.__class__ = SavedMetadata
     if isinstance(metadata, SavedMetadata):
-        metadata._seconds = seconds
+        metadata.report = report
     return metadata
 
 

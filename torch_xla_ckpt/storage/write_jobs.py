@@ -14,11 +14,11 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from torch_xla_ckpt.protocols import SaveSource
-from torch_xla_ckpt.reports import Timeline
+from torch_xla_ckpt.reports import FETCH, STORAGE, Timeline
 from torch_xla_ckpt.storage.data_file import SMALL
 from torch_xla_ckpt.storage.memory_budget import MemoryBudget
 
-_BATCH_BYTES = 4 << 20  # a batch is full when it has this many bytes
+_BATCH_BYTES = 4 << 20  # a batch for a thread is full when it has this many bytes
 _BATCH_ITEMS = 256  # or this many items
 
 
@@ -52,14 +52,27 @@ def tensor_bytes(item: WriteItem) -> int:
 
 
 def batches(
-    items: Sequence[WriteItem], planner: SavePlanner, budget: MemoryBudget, timeline: Timeline
+    items: Sequence[WriteItem],
+    planner: SavePlanner,
+    budget: MemoryBudget,
+    timeline: Timeline,
+    file_bytes: int | None = None,
 ) -> Iterator[list[WriteJob]]:
     """Ask the planner for the data of all items, in order, and yield it in batches.
 
-    Items that are next to each other in the plan and share a part of a tensor share its memory. So the memory for all
-    of them is taken from the budget together, and given back with the last one.
+    Items that are next to each other in the plan and share a part of a tensor are fetched together. So the memory for
+    all of them is taken from the budget together. Each item gives its bytes back, and the last one gives back the rest.
+
+    Args:
+        items: the items.
+        planner: returns the data.
+        budget: the memory budget.
+        timeline: records fetching and waiting.
+        file_bytes: bytes with which a batch is full that becomes a data file in a store. Its bytes are copied when they
+            are sent, so they count even if fetching them takes no memory. Default: batches of 4 MiB or 256 items.
     """
     source = planner if isinstance(planner, SaveSource) else None
+    most_bytes, most_items = (_BATCH_BYTES, _BATCH_ITEMS) if file_bytes is None else (file_bytes, len(items))
 
     def part_of(item: WriteItem) -> tuple[str, int | None]:
         """Return the key, and the number of the part that is fetched with the item; None for an object."""
@@ -74,19 +87,24 @@ def batches(
         sizes = list(map(tensor_bytes, together))
         sharding, cost = None, sum(sizes)
         if source is not None and part is not None:
-            sharding, cost = source.sharding(key), source.host_bytes(key, part)
+            sharding = source.sharding(key)
+            cost = max(source.host_bytes(key, part), 0 if file_bytes is None else cost)
         if not budget.take(cost, wait=False):
-            if batch:  # there is no room before these are written
+            with timeline.span(STORAGE):
+                has_room = budget.take(cost, own=sum(job.held for job in batch))
+            if not has_room:  # there is no room before these are written
                 yield batch
                 batch, waiting = [], 0
-            with timeline.span("wait for the writers"):
-                budget.take(cost)
+                with timeline.span(STORAGE):
+                    budget.take(cost)
+        left = cost
         for number, (item, nbytes) in enumerate(zip(together, sizes), 1):
-            held = cost if number == len(together) else 0
+            held = left if number == len(together) else min(nbytes, left)
+            left -= held
             data = _fetch(item, planner, timeline) if nbytes >= SMALL else planner.resolve_data(item)
             batch.append(WriteJob(item, data, sharding, nbytes, held))
-            waiting += nbytes
-            if waiting >= _BATCH_BYTES or len(batch) >= _BATCH_ITEMS:
+            waiting += batch[-1].payload
+            if waiting >= most_bytes or len(batch) >= most_items:
                 yield batch
                 batch, waiting = [], 0
     if batch:
@@ -94,5 +112,5 @@ def batches(
 
 
 def _fetch(item: WriteItem, planner: SavePlanner, timeline: Timeline) -> torch.Tensor | io.BytesIO:
-    with timeline.span("fetch", tensor_bytes(item)):
+    with timeline.span(FETCH, tensor_bytes(item)):
         return planner.resolve_data(item)

@@ -1,8 +1,8 @@
 """The threads of a save: the calling thread fetches, and other threads checksum and write.
 
-The calling thread asks the planner for data, which fetches it from the devices. Each other thread writes batches into a
-data file of its own. Batches of tiny items are written by the calling thread: threads would only compete for Python's
-lock.
+The calling thread asks the planner for data, which fetches it from the devices. In a local folder, each other thread
+writes batches into a data file of its own. Batches of tiny items are written by the calling thread: threads would only
+compete for Python's lock. In a store, each batch becomes a data file, so that many requests run at the same time.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class WriteThreads:
         files: the data files.
         threads: the number of threads, in addition to the calling thread.
         keep_tiny: write batches of tiny items in the calling thread.
+        file_bytes: bytes with which a data file is full, and each batch becomes a data file. None: each thread writes
+            one data file.
         budget: the memory budget of the data that is fetched and not written yet.
         progress: the progress bar.
         timeline: records what each thread does.
@@ -44,6 +46,7 @@ class WriteThreads:
         threads: int,
         *,
         keep_tiny: bool,
+        file_bytes: int | None,
         budget: MemoryBudget,
         progress: Progress,
         timeline: Timeline,
@@ -51,6 +54,7 @@ class WriteThreads:
         self._files = files
         self._threads = threads
         self._keep_tiny = keep_tiny
+        self._file_bytes = file_bytes
         self._budget = budget
         self._progress = progress
         self._timeline = timeline
@@ -73,7 +77,8 @@ class WriteThreads:
                 ended = threading.Event()
                 threading.Thread(target=self._run_thread, args=(ended,), name=f"ShardWriter-{number}").start()
                 self._ends.append(ended)
-            self._write_batches(self._hand_over(batches(items, planner, self._budget, self._timeline)))
+            cut = batches(items, planner, self._budget, self._timeline, self._file_bytes)
+            self._write_batches(self._hand_over(cut))
             self._end_threads()
         except BudgetClosed:
             pass
@@ -85,6 +90,7 @@ class WriteThreads:
         if self._failures:
             for file in self._opened:
                 file.abandon()
+            self._files.remove(self._opened)
             interrupts = (error for error in self._failures if not isinstance(error, Exception))
             raise next(interrupts, self._failures[0])
         return self._results
@@ -106,7 +112,7 @@ class WriteThreads:
             ended.set()
 
     def _write_batches(self, some_batches: Iterable[list[WriteJob]]) -> None:
-        """Write batches into one new data file, which is created with the first batch."""
+        """Write batches into new data files, each of which is created with its first batch."""
         file: DataFile | None = None
         for batch in some_batches:
             if self._failures:
@@ -117,7 +123,10 @@ class WriteThreads:
             held = sum(job.held for job in batch)
             with self._timeline.span("write", sum(job.nbytes for job in batch)):
                 self._results.extend(self._write_item(job, file) for job in batch)
-            batch.clear()  # other references to the list must not keep the tensors alive
+                batch.clear()  # other references to the list must not keep the tensors alive
+                if self._file_bytes is not None:
+                    file.close()
+                    file = None
             self._budget.give_back(held)
         if file is not None and not self._failures:
             file.close()

@@ -11,7 +11,6 @@ import logging
 import operator
 import os
 import platform
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from torch.futures import Future
 
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
-from torch_xla_ckpt.reports import Timeline
+from torch_xla_ckpt.reports import LOCK, RequestCounts, Timeline
 from torch_xla_ckpt.runtime import without_collector
 from torch_xla_ckpt.serialization import pickled_metadata
 from torch_xla_ckpt.storage import commit, path_lock
@@ -34,11 +33,12 @@ from torch_xla_ckpt.storage.data_file import DataFiles, file_sizes
 from torch_xla_ckpt.storage.file_names import new_save_id
 from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.lease import Holder
-from torch_xla_ckpt.storage.limits import check_limits, default_threads
+from torch_xla_ckpt.storage.limits import check_limits, default_threads, request_bytes
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, path_mismatch
 from torch_xla_ckpt.storage.manifest import Manifest, check_user_metadata
 from torch_xla_ckpt.storage.memory_budget import MemoryBudget
 from torch_xla_ckpt.storage.progress import Progress
+from torch_xla_ckpt.storage.save_phases import SavePhases
 from torch_xla_ckpt.storage.saved_metadata import plain, shortened
 from torch_xla_ckpt.storage.stored import Stored
 from torch_xla_ckpt.storage.write_jobs import tensor_bytes
@@ -88,8 +88,10 @@ class ShardWriter(StorageWriter):
         memory_budget: the most bytes of data that are fetched from devices and not yet written. If the local shards of
             one tensor are larger, they are fetched alone. A larger budget is rarely faster, because memory that was
             never used before costs more time than waiting. Default 256 MiB.
-        threads: the number of writing threads, each with a data file of its own. Default: one for each core, at most 8;
-            8 for URLs. Small items in local folders go to one more file, from the calling thread.
+        threads: the number of writing threads. Default: one for each core, at most 8; 24 for URLs. In a local folder,
+            each thread writes a data file of its own, and small items go to one more file, from the calling thread. In
+            a store, data files have 8 to 32 MiB, or the size of one chunk if it is larger, so that many are put at the
+            same time; with one thread there is one data file.
         step: the training step, for the manifest.
         user_metadata: any JSON value, up to 400 levels deep, for the manifest.
         storage_options: options for fsspec's filesystem.
@@ -132,7 +134,7 @@ class ShardWriter(StorageWriter):
         self._progress = progress
         self.timeline: Timeline | None = None
         # The save under way.
-        self._began = time.perf_counter()
+        self._phases = SavePhases(Timeline(), RequestCounts())
         self._own_rank: int | None = None  # this rank, in a save without collectives
         self._nonce = ""
         self._save_id = ""
@@ -151,12 +153,28 @@ class ShardWriter(StorageWriter):
             self.location = Location.of(checkpoint_id, self._storage_options, request_timeout=self._request_timeout)
             self._folder = open_folder(self.location, sync=self._sync)
 
+    def announce(self, waited: float = 0.0) -> Timeline:
+        """Begin to measure the next save, before DCP calls the writer.
+
+        Args:
+            waited: seconds for which the save has waited for other saves already. Default: 0.
+
+        Returns:
+            The timeline of the save.
+        """
+        self._phases = SavePhases(self.timeline or Timeline(), self._folder.counts(), waited)
+        self._phases.is_announced = True
+        return self._phases.timeline
+
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._began = time.perf_counter()
+        if not self._phases.is_announced:
+            self.announce()
+        self._phases.is_announced = False
         self._own_rank = None if kwargs.get("use_collectives", True) else kwargs.get("rank")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        path_lock.wait_for(self.location)
+        with self._phases.timeline.span(LOCK):
+            path_lock.wait_for(self.location)
         self._folder.make()
         self._nonce = new_save_id()
         return replace(plan, storage_data=_ProcessInfo(self._nonce, self.location.identity))
@@ -165,7 +183,8 @@ class ShardWriter(StorageWriter):
         self.abandon()
         self._save_id = new_save_id()
         self._processes = len(plans)
-        self._start = commit.begin(self._folder, self._save_id, self._own_rank)
+        with self._phases.timeline.span("begin"):
+            self._start = commit.begin(self._folder, self._save_id, self._own_rank)
         first = self._own_rank or 0
         # A planner of DCP that caches its plans may pass the plan of another save, with another kind of data.
         told = [plan.storage_data for plan in plans]
@@ -179,6 +198,7 @@ class ShardWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self._phases.planned()
         try:
             results = self._write(plan, planner)
         except BaseException:
@@ -187,6 +207,7 @@ class ShardWriter(StorageWriter):
             elif self._start is not None:  # other processes may still write: ``abandon`` or the next save removes files
                 self._start.lease.end()
             raise
+        self._phases.written(sum(result.size_in_bytes for result in results))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -200,7 +221,7 @@ class ShardWriter(StorageWriter):
         entries = _entries(stored)
         finished = _dcp.finished(plain(metadata), stored, self.storage_meta())
         try:
-            with (self.timeline or Timeline()).span("commit"):
+            with self._phases.timeline.span("commit"):
                 _require_all(finished)
                 pickled = pickled_metadata(replace(finished, storage_data=entries))
                 commit.publish(self._folder, self._manifest(finished), pickled, self._own_rank, start=start)
@@ -209,7 +230,8 @@ class ShardWriter(StorageWriter):
                 error.args = (f"{error}. {self._mismatch}", *error.args[1:])
             self.abandon()
             raise
-        commit.finish(self._folder, self._save_id, start)
+        with self._phases.timeline.span("remove old files"):
+            commit.finish(self._folder, self._save_id, start)
         self._start = None
         # DCP returns this object from ``save``.
         metadata.storage_data, metadata.storage_meta = entries, finished.storage_meta
@@ -220,7 +242,7 @@ class ShardWriter(StorageWriter):
 
         ``finish`` does this on the coordinator. The other ranks receive plain metadata from DCP.
         """
-        return shortened(metadata, time.perf_counter() - self._began)
+        return shortened(metadata, self._phases.report(self._folder.counts()))
 
     def abandon(self) -> None:
         """End the save under way as failed. Its files are removed now or by the next save."""
@@ -248,14 +270,18 @@ class ShardWriter(StorageWriter):
                 "the planner passed the plan of an earlier save, whose files this save must not touch. Turn plan "
                 "caching off: DefaultSavePlanner(enable_plan_caching=False)"
             )
-        with Progress("saving", lambda: sum(map(tensor_bytes, plan.items)), self._progress) as progress:
+        total = sum(map(tensor_bytes, plan.items))
+        number = self._threads or default_threads(remote=self._folder.remote)
+        in_objects = self._folder.remote and number > 1
+        with Progress("saving", lambda: total, self._progress) as progress:
             threads = WriteThreads(
                 DataFiles(self._folder, info.rank, info.save_id),
-                self._threads or default_threads(remote=self._folder.remote),
+                number,
                 keep_tiny=not self._folder.remote,
+                file_bytes=request_bytes(total, number, self._memory_budget) if in_objects else None,
                 budget=MemoryBudget(self._memory_budget),
                 progress=progress,
-                timeline=self.timeline or Timeline(),
+                timeline=self._phases.timeline,
             )
             results = threads.write(plan.items, planner)
         try:

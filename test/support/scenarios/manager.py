@@ -1,5 +1,6 @@
 """What the hosts of manager/test_several_processes.py do. Each function runs in every process of a group."""
 
+import itertools
 import os
 import random
 import signal
@@ -45,6 +46,25 @@ def steps_and_decisions_agree(rank, world, folder):
         target = state(-1, rank)
         assert gathered(manager.restore_latest(target)) == [taken[-1]] * world
         assert target["n"] == taken[-1] and target[f"own{rank}"] == rank * 100 + taken[-1]
+
+
+def all_ranks_are_idle_at_the_same_steps(rank, world, folder):
+    path = Path(folder) / "idle"
+    own = random.Random(rank)
+    with xc.CheckpointManager(path, when=xc.when.Idle(seconds=0, blocking=1)) as manager:
+        taken = []
+        for step in itertools.count():
+            threading.Event().wait(own.random() * 0.01)
+            dist.barrier()  # of the training loop
+            if manager.save_async(step, state(step, rank)):
+                taken.append(step)
+            if len(taken) == 4:
+                break
+        manager.wait()
+        assert gathered(taken) == [taken] * world
+        # Right after a step that was taken, its save is still under way.
+        assert all(later - earlier > 1 for earlier, later in itertools.pairwise(taken))
+        assert gathered(manager.all_steps()) == [taken] * world
 
 
 def a_damaged_step_is_skipped_by_all(rank, world, folder):
