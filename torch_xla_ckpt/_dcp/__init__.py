@@ -11,7 +11,7 @@ and their store. ``failures``: DCP's exceptions as ours. The steering of ``dcp.a
 
 from torch_xla_ckpt._dcp.calls import DistWrapper, fail_to_save, load, save
 from torch_xla_ckpt._dcp.failures import cause
-from torch_xla_ckpt._dcp.groups import default_store, is_alive, new_group
+from torch_xla_ckpt._dcp.groups import default_store, is_alive, new_group, timeout_of
 from torch_xla_ckpt._dcp.items import (
     TensorReads,
     object_item,
@@ -71,6 +71,7 @@ __all__ = [
     "state_of",
     "storage_info",
     "tensor_item",
+    "timeout_of",
     "unstored",
     "untransformed",
     "whole_read",
