@@ -8,7 +8,7 @@ tensor during an async save.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -262,7 +262,7 @@ class Folder(Protocol):
     def replace(
         self,
         name: str,
-        data: bytes,
+        data: Iterable[Bytes],
         temporary: str,
         *,
         expected: Version | None = None,
@@ -272,7 +272,7 @@ class Folder(Protocol):
 
         Args:
             name: the file's name.
-            data: the new bytes.
+            data: the new bytes, in pieces. They are taken once.
             temporary: the name of a temporary file, for storage that needs one.
             expected: the version that the file must have; default: any. Comparing and replacing is one step on local
                 disks, in S3 and in memory. Elsewhere it is one step only if the expected file is missing.

@@ -13,7 +13,9 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -24,9 +26,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import IncompleteCheckpointError
 from torch_xla_ckpt.layout import Box
-from torch_xla_ckpt.planner.offers import prove_complete
+from torch_xla_ckpt.planner.owners import prove_complete
 from torch_xla_ckpt.planner.reads import plan_reads
-from torch_xla_ckpt.planner.save import LocalFacts, SPMDSavePlanner
+from torch_xla_ckpt.planner.save import SPMDSavePlanner
 
 SHAPE = (4096, 4096)
 CUTS = {"rows": (1024, 1), "columns": (1, 1024), "grid": (32, 32)}
@@ -72,17 +74,14 @@ def plans(cut: tuple[int, int], tensors: int, processes: int) -> list[SavePlan]:
     """Return the local plans of processes that each hold an equal share of every tensor's chunks."""
     pieces = boxes(cut)
     share = len(pieces) // processes
-    return [
-        SavePlan(
-            [
-                _dcp.tensor_item(f"t{n}", _dcp.chunk_of(box), PROPERTIES, torch.Size(SHAPE))
-                for n in range(tensors)
-                for box in pieces[rank * share : (rank + 1) * share]
-            ],
-            planner_data=LocalFacts({f"t{n}": (f"t{n}",) for n in range(tensors)}),
-        )
-        for rank in range(processes)
-    ]
+    entries = [_dcp.Entry(f"t{n}", (f"t{n}",), torch.float32, SHAPE) for n in range(tensors)]
+    counts = np.full(tensors, share, dtype=np.int64)
+    found = []
+    for rank in range(processes):
+        rows = np.array([_dcp.padded_row(box, 2) for box in pieces[rank * share : (rank + 1) * share]], dtype=np.int64)
+        offers: Any = _dcp.Offers(entries, counts, np.tile(rows, (tensors, 1)))
+        found.append(SavePlan(offers))
+    return found
 
 
 def measure(cut: tuple[int, int], tensors: int, repeat: int) -> dict[str, float]:

@@ -24,7 +24,7 @@ def path_of(name):
 
 def test_there_is_a_folder_for_each_kind_and_each_has_a_line_in_the_readme():
     listed = [line.split("`")[1] for line in (GOLDEN / "README.md").read_text().splitlines() if line.startswith("| `")]
-    assert sorted(listed) == FOLDERS and len(FOLDERS) == 10
+    assert sorted(listed) == FOLDERS and len(FOLDERS) == 11
 
 
 def test_golden_files_are_less_than_one_mebibyte_together():

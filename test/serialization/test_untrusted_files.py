@@ -20,7 +20,6 @@ import subprocess
 import sys
 import time
 import zipfile
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -390,10 +389,9 @@ def sealed(top):
 def publish(path, pickled, manifest):
     """Commit a pickle and a manifest with valid checksums, as an attacker with write access can."""
     save_id = next(path.glob("__0_0-*.distcp")).name[6:22]
-    whole = SimpleNamespace(save_id=save_id, to_bytes=lambda: manifest)
     for old in path.glob("manifest-*.json"):
         old.unlink()
-    commit.publish(open_folder(Location.of(path), sync=False), whole, pickled)
+    commit.publish(open_folder(Location.of(path), sync=False), save_id, {}, [manifest], [pickled])
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
@@ -772,9 +770,9 @@ def test_a_file_that_is_no_manifest_raises_a_checkpoint_error(manifest, tmp_path
 def test_a_manifest_of_a_later_version_is_refused_with_both_versions(tmp_path):
     path = tmp_path / "checkpoint"
     pickled, _, top = ours(path)
-    publish(path, pickled, sealed({**top, "version": 2}))
+    publish(path, pickled, sealed({**top, "version": 3}))
     for read in (load, xc.verify):
-        with pytest.raises(xc.CheckpointError, match=r"version 2.*reads version 1.*Install a newer"):
+        with pytest.raises(xc.CheckpointError, match=r"version 3.*reads versions 1 and 2.*Install a newer"):
             read(path)
 
 

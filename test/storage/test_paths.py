@@ -94,7 +94,7 @@ def test_every_folder_operation_takes_file_names_literally(tmp_path, s3, kind, n
     folder.append(name, b"line")
     assert folder.read(name) == b"first\nline\n"
     version = folder.version(name)
-    folder.replace(name, b"replaced", "temporary", expected=version)
+    folder.replace(name, [b"replaced"], "temporary", expected=version)
     assert folder.size(name) == 8 and folder.missing({name: 8, "absent": 1}) == ["absent"]
     (view,) = folder.view([Window(name, 2, 6, ((2, 6),))])
     assert bytes(view) == b"plac"

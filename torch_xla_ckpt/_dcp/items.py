@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, TensorWriteData, WriteItem, WriteItemType
 
-from torch_xla_ckpt._dcp.metadata import chunk_of
 from torch_xla_ckpt.layout import Box, BoxArray, Integers
 
 
@@ -27,12 +26,6 @@ def tensor_item(key: str, chunk: ChunkStorageMetadata, properties: TensorPropert
         type=WriteItemType.TENSOR if chunk.sizes == shape else WriteItemType.SHARD,
         tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=shape),
     )
-
-
-def part_of(item: WriteItem, box: Box) -> WriteItem:
-    """Return the order to write ``box``, which is a part of the chunk that ``item`` writes."""
-    assert item.tensor_data is not None
-    return tensor_item(item.index.fqn, chunk_of(box), item.tensor_data.properties, item.tensor_data.size)
 
 
 def object_item(key: str) -> WriteItem:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -20,10 +20,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from torch_xla_ckpt._dcp.chunks import Chunks
 from torch_xla_ckpt.layout import Box, BoxArray, Flaw, covers_exactly, find_flaws
 
 __all__ = [
     "NOT_STORED",
+    "CompleteStorage",
     "FlatMetadata",
     "MemoryFormatEncoding",
     "StorageInfo",
@@ -32,15 +34,21 @@ __all__ = [
     "chunk_of",
     "cover_flaws",
     "finished",
+    "geometry",
     "is_one_chunk",
     "properties",
     "size_of",
+    "sizes_by_offsets",
     "storage_info",
     "unstored",
 ]
 
 NOT_STORED = "is listed, but stored in no file"
 """The problem of an item that the metadata lists and that its ``storage_data`` lacks."""
+
+
+class CompleteStorage(Mapping[MetadataIndex, Any]):
+    """A ``storage_data`` that has an entry for every item that its metadata lists."""
 
 
 class FlatMetadata(Metadata):
@@ -84,12 +92,40 @@ def boxes_of(saved: TensorStorageMetadata) -> BoxArray:
     Raises:
         ValueError: a chunk has another number of dimensions than the tensor.
     """
+    if isinstance(saved.chunks, Chunks):
+        return saved.chunks.boxes
     return BoxArray.of(((chunk.offsets, chunk.sizes) for chunk in saved.chunks), len(saved.size))
+
+
+def geometry(saved: TensorStorageMetadata) -> tuple[Any, ...]:
+    """Return the shape and the chunks of a saved tensor as one value that can be compared and hashed."""
+    boxes = boxes_of(saved)
+    return tuple(saved.size), boxes.starts.tobytes(), boxes.stops.tobytes()
+
+
+def sizes_by_offsets(saved: TensorStorageMetadata) -> Callable[[torch.Size | None], torch.Size]:
+    """Return a function that returns the sizes of the chunk at some offsets.
+
+    Where there is no such chunk, it returns the sizes of the tensor.
+    """
+    chunks = saved.chunks
+    if isinstance(chunks, Chunks):
+
+        def find(offsets: torch.Size | None) -> torch.Size:
+            number = None if offsets is None else chunks.number(offsets)
+            return saved.size if number is None else chunks[number].sizes
+
+        return find
+    sizes: dict[torch.Size | None, torch.Size] = {chunk.offsets: chunk.sizes for chunk in chunks}
+    return lambda offsets: sizes.get(offsets, saved.size)
 
 
 def is_one_chunk(saved: TensorStorageMetadata) -> bool:
     """Whether a single chunk holds the whole saved tensor. Then no cover has to be proven."""
-    return len(saved.chunks) == 1 and saved.chunks[0].sizes == saved.size and not any(saved.chunks[0].offsets)
+    if len(saved.chunks) != 1:
+        return False
+    chunk = saved.chunks[0]
+    return chunk.sizes == saved.size and not any(chunk.offsets)
 
 
 def cover_flaws(saved: TensorStorageMetadata) -> tuple[Flaw, ...]:
@@ -115,6 +151,8 @@ def unstored(metadata: Metadata, keys: Iterable[str]) -> dict[str, list[str]]:
         For each key that misses chunks or is a missing object, one description of each of them.
     """
     storage_data = metadata.storage_data
+    if isinstance(storage_data, CompleteStorage):
+        return {}
     if not isinstance(storage_data, Mapping) or not set(map(type, storage_data)) <= {MetadataIndex}:
         return {}
     stored = {(index.fqn, index.offset) for index in storage_data}

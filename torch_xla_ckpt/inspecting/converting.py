@@ -150,7 +150,7 @@ def _write(checkpoint: Checkpoint, values: Values, access: _FromCheckpoint, loca
         raise
     if lightnings is not None:
         folder = open_folder(location)
-        folder.replace(LIGHTNINGS_FILE, lightnings, f".{LIGHTNINGS_FILE}.tmp")
+        folder.replace(LIGHTNINGS_FILE, [lightnings], f".{LIGHTNINGS_FILE}.tmp")
     report = verify(location)
     if not report.ok:
         raise CorruptCheckpointError(

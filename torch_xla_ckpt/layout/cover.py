@@ -44,6 +44,8 @@ def covers_exactly(region: Box, boxes: BoxArray) -> bool:
     Empty boxes are ignored. Takes O(n log n) time for n boxes.
     """
     low, high = region.bounds
+    if len(boxes) == 1 and region.volume:
+        return bool((boxes.starts[0] == low).all() and (boxes.stops[0] == high).all())
     solid = (boxes.starts < boxes.stops).all(axis=1)
     starts, stops = boxes.starts[solid], boxes.stops[solid]
     if region.volume == 0:

@@ -146,7 +146,7 @@ class Journal:
         if content and not content.endswith(b"\n"):  # the last line was cut off
             content += b"\n"
         content += b"".join(line + b"\n" for line in self._waiting)
-        root.replace(NAME, content, f"{NAME}.tmp")
+        root.replace(NAME, [content], f"{NAME}.tmp")
         self._written = len(content), checksum(content)
         self._waiting.clear()
 

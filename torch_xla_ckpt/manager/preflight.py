@@ -54,7 +54,7 @@ def _write_token(steps: Steps) -> str:
     token = f"preflight-{secrets.token_hex(8)}"
     try:
         steps.root.make()
-        steps.root.replace(token, b"", f"{token}.tmp")
+        steps.root.replace(token, [b""], f"{token}.tmp")
     except Exception as error:
         raise CheckpointError(
             f"{steps.location} cannot be written: {error}. Check the path and its permissions"

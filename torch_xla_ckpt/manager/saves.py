@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_xla_ckpt import api
 from torch_xla_ckpt.errors import CheckpointError
@@ -21,7 +20,7 @@ from torch_xla_ckpt.manager.rng import RNG_KEY, Generators
 from torch_xla_ckpt.manager.run import Run
 from torch_xla_ckpt.manager.schedule import Schedule
 from torch_xla_ckpt.staging import SPMDStager, Upload
-from torch_xla_ckpt.storage import ShardWriter
+from torch_xla_ckpt.storage import ShardWriter, Written, written_sizes
 
 
 @dataclass(frozen=True)
@@ -262,20 +261,11 @@ class _StepWriter(ShardWriter):
             memory_budget=options.memory_budget,
         )
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: Metadata, results: list[Written]) -> None:  # type: ignore[override]
         super().finish(metadata, results)
         if self._retention is not None:
             fields = functools.partial(self._journal_fields, self.timing.elapsed())
-            self._retention.after_commit(self._number, self._save_id, _nbytes(results), fields)
+            self._retention.after_commit(self._number, self._save_id, sum(written_sizes(results).values()), fields)
 
     def _journal_fields(self, seconds: float) -> Mapping[str, Any]:
         return {"metrics": self._metrics, **self.timing.fields(seconds)}
-
-
-def _nbytes(results: list[list[WriteResult]]) -> int:
-    """Size of the data files that a save has written, in bytes."""
-    files: dict[str, int] = {}
-    for result in (result for own in results for result in own):
-        stored = result.storage_data
-        files[stored.relative_path] = max(files.get(stored.relative_path, 0), stored.offset + stored.extent)
-    return sum(files.values())

@@ -1,135 +1,257 @@
-"""The coordinator's part of planning a save: gather every rank's offers, choose who writes, prove that all is written.
+"""The offers of all ranks for a save: gathered, compared, and grouped by what they have in common.
 
-An offer is a ``WriteItem`` that a rank could write: it holds the data. Replicas are offered by several ranks.
+An offer is a box of a tensor, or an object, that a rank could write because it holds the data. Replicas are offered by
+several ranks. Offers are arrays of integers, because a pod makes millions of them.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan
 
 from torch_xla_ckpt import _dcp
-from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
-from torch_xla_ckpt.layout import Box, Claim, assign
-from torch_xla_ckpt.state import TensorHandle
+from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.layout import Box, Integers
+from torch_xla_ckpt.state import Leaf, TensorHandle
+
+_PIECE = 1 << 18  # rows that are worked on together, so that temporary arrays stay small
 
 
-@dataclass
-class Offer:
-    """The offers of all ranks for one key.
+@dataclass(frozen=True)
+class LocalFacts:
+    """What a rank sends to the coordinator with its offers.
 
     Args:
-        example: the first item seen.
-        rank: the rank that offered ``example``.
-        holders: for each chunk, by offsets and sizes, one item that writes it and the ranks that hold it, ascending.
+        numbers: the positions of the values that other ranks may hold with other data, in the rank's state dict.
+        digests: a digest of each of these values, 16 bytes each.
+        names: the rank's values, as in its offers. A pickle holds them once.
     """
 
-    example: WriteItem
-    rank: int
-    holders: dict[tuple[torch.Size, torch.Size], tuple[WriteItem, list[int]]] = field(default_factory=dict)
+    numbers: _dcp.AnyIntegers
+    digests: bytes = b""
+    names: tuple[bytes, ...] = ()
 
-    def metadata(self) -> TensorStorageMetadata | BytesStorageMetadata:
-        """Return the checkpoint's metadata for the key, without any chunks yet."""
-        tensor = self.example.tensor_data
-        return BytesStorageMetadata() if tensor is None else TensorStorageMetadata(tensor.properties, tensor.size, [])
+    @classmethod
+    def of(
+        cls, entries: Sequence[_dcp.Entry], digests: Mapping[str, bytes], names: tuple[bytes, ...] = ()
+    ) -> LocalFacts:
+        """Return the facts of a rank from the digests of its values by key."""
+        numbers = [number for number, entry in enumerate(entries) if entry.key in digests]
+        return cls(np.array(numbers, dtype=np.int64), b"".join(digests[entries[n].key] for n in numbers), names)
+
+    def by_key(self) -> tuple[dict[str, _dcp.Entry], dict[str, bytes]]:
+        """Return the rank's values, and the digests, by key."""
+        entries = [entry for piece in self.names for entry in _dcp.decoded_entries(piece)]
+        digests = {entries[n].key: self.digests[16 * i : 16 * i + 16] for i, n in enumerate(self.numbers.tolist())}
+        return {entry.key: entry for entry in entries}, digests
+
+    @property
+    def pairs(self) -> Integers:
+        """The digests as two integers each."""
+        return np.frombuffer(self.digests, dtype=np.int64).reshape(-1, 2)
 
 
-def offer_tensor(key: str, held: TensorHandle) -> list[WriteItem]:
-    """Return one item for each distinct box; a tensor without elements is offered as one empty chunk."""
-    layout = held.layout
-    whole = Box.whole(layout.shape)
-    boxes = layout.boxes if whole.volume else (whole,)
-    properties = _dcp.properties(layout.dtype, held.tensor.requires_grad)
-    return [_dcp.tensor_item(key, _dcp.chunk_of(box), properties, _dcp.size_of(layout.shape)) for box in boxes]
+def offers_of(entries: Sequence[_dcp.Entry], tensors: dict[str, TensorHandle]) -> _dcp.Offers:
+    """Return a rank's offers: each distinct box that it holds, and its objects.
 
-
-def gather_offers(plans: Sequence[SavePlan]) -> dict[str, Offer]:
-    """Return the offers of all ranks by key.
+    A tensor without elements is offered as one empty chunk.
 
     Args:
-        plans: each rank's local plan.
+        entries: the rank's values.
+        tensors: the tensors with their layouts, by key.
+    """
+    boxes: dict[str, Sequence[Box]] = {}
+    for entry in entries:
+        boxes[entry.key] = (Box((), ()),)
+        if entry.dtype is not None:
+            whole = Box.whole(entry.shape)
+            boxes[entry.key] = tensors[entry.key].layout.boxes if whole.volume else (whole,)
+    return _packed(entries, boxes)
+
+
+def entry_of(key: str, leaf: Leaf, held: TensorHandle | None) -> _dcp.Entry:
+    """Return the description of a value of a state dict; ``held`` is None for an object."""
+    if held is None:
+        return _dcp.Entry(key, leaf.path)
+    layout = held.layout
+    return _dcp.Entry(
+        key, leaf.path, layout.dtype, tuple(layout.shape), bool(held.tensor.requires_grad), layout.sharding
+    )
+
+
+class SentPlan(NamedTuple):
+    """What the coordinator got from one rank.
+
+    Args:
+        offers: the rank's offers.
+        facts: what the rank sent with them.
+        entries: the rank's values, if they did not have to be sent.
+    """
+
+    offers: _dcp.PackedOffers
+    facts: LocalFacts
+    entries: Sequence[_dcp.Entry] | None = None
+
+    @classmethod
+    def of(cls, plan: SavePlan) -> SentPlan:
+        """Return a local plan of our planner. A subclass or a storage writer may have made a list of its items."""
+        items: Any = plan.items
+        facts = plan.planner_data
+        facts = facts if isinstance(facts, LocalFacts) else LocalFacts(np.zeros(0, dtype=np.int64))
+        if isinstance(items, (_dcp.Offers, _dcp.PackedOffers)):
+            return cls(items.packed, facts, items.entries if isinstance(items, _dcp.Offers) else None)
+        known, digests = facts.by_key()
+        entries: dict[str, _dcp.Entry] = {}
+        boxes: dict[str, list[Box]] = {}
+        for item in items:
+            key, tensor = item.index.fqn, item.tensor_data
+            entry = known.get(key, _dcp.Entry(key, (key,)))
+            if tensor is None:
+                entries[key] = entry._replace(dtype=None, shape=(), requires_grad=False)
+            else:
+                dtype, grad = tensor.properties.dtype, tensor.properties.requires_grad
+                entries[key] = entry._replace(dtype=dtype, shape=tuple(tensor.size), requires_grad=grad)
+            boxes.setdefault(key, []).append(Box((), ()) if tensor is None else _dcp.box_of(tensor.chunk))
+        values = list(entries.values())
+        return cls(_packed(values, boxes).packed, LocalFacts.of(values, digests))
+
+
+def _packed(entries: Sequence[_dcp.Entry], boxes: Mapping[str, Sequence[Box]]) -> _dcp.Offers:
+    """Return offers from the boxes of each value by key."""
+    ndim = max((len(entry.shape) for entry in entries), default=0)
+    rows = [_dcp.padded_row(box, ndim) for entry in entries for box in boxes[entry.key]]
+    counts = np.array([len(boxes[entry.key]) for entry in entries], dtype=np.int64)
+    return _dcp.Offers(entries, counts, np.array(rows, dtype=np.int64).reshape(len(rows), 2 * ndim))
+
+
+def digest_of(plans: Sequence[SentPlan]) -> bytes:
+    """Return a digest of everything in the ranks' plans that decides who writes what."""
+    digest = hashlib.blake2b(digest_size=32)
+    for plan in plans:
+        digest.update(plan.offers.digest)
+        digest.update(len(plan.facts.numbers).to_bytes(8, "little"))
+        digest.update(np.ascontiguousarray(plan.facts.numbers, dtype=np.int64).tobytes())
+    return digest.digest()
+
+
+class Gathered:
+    """The offers of all ranks, as arrays with one row for each offer.
+
+    Args:
+        plans: what each rank sent.
+
+    Attributes:
+        entries: the values of all ranks, in the order of the lowest rank that has them.
+        ids: for each rank, the position of each of its values in ``entries``.
+        numbers: for each offer, the position of its value in ``entries``.
+        ranks: for each offer, the rank that made it. Ascending.
+        boxes: for each offer, its box, padded as in ``_dcp.Items``.
 
     Raises:
         CheckpointError: two ranks offer different kinds, shapes or dtypes for one key.
     """
-    offers: dict[str, Offer] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            offer = offers.get(item.index.fqn)
-            if offer is None:
-                offer = offers[item.index.fqn] = Offer(item, rank)
-            elif not _agree(item.tensor_data, offer.example.tensor_data):
-                raise CheckpointError(
-                    f"ranks disagree about {item.index.fqn!r}: rank {offer.rank} has {_describe(offer.example)}, "
-                    f"rank {rank} has {_describe(item)}. Nothing was written. To save the value of each rank, put the "
-                    "rank in the key"
-                )
-            if item.tensor_data is not None:
-                chunk = item.tensor_data.chunk
-                offer.holders.setdefault((chunk.offsets, chunk.sizes), (item, []))[1].append(rank)
-    return offers
+
+    def __init__(self, plans: Sequence[SentPlan]):
+        self.entries: list[_dcp.Entry] = []
+        self._positions: dict[str, int] = {}
+        self._first_ranks: list[int] = []
+        self._decoded: dict[bytes, Integers] = {}
+        offers = [plan.offers for plan in plans]
+        self.ids = [self._ids(rank, plan) for rank, plan in enumerate(plans)]
+        ndim = max((own.boxes.shape[1] // 2 for own in offers), default=0)
+        self.numbers = np.concatenate([np.repeat(ids, own.counts) for ids, own in zip(self.ids, offers)])
+        self.ranks = np.concatenate([np.full(len(own), rank, dtype=np.int32) for rank, own in enumerate(offers)])
+        self.boxes = np.empty((len(self.numbers), 2 * ndim), dtype=np.int64)
+        end = 0
+        for own in offers:
+            end += len(own)
+            self.boxes[end - len(own) : end] = _dcp.repadded(own.boxes, ndim)
+
+    def _ids(self, rank: int, plan: SentPlan) -> Integers:
+        """Return the positions of a rank's values. Most ranks have equal values, which are decoded once."""
+        if plan.entries is not None:
+            return np.array([self._position(rank, entry) for entry in plan.entries], dtype=np.int64)
+        parts = [np.zeros(0, dtype=np.int64)]
+        for piece in plan.offers.names:
+            ids = self._decoded.get(piece)
+            if ids is None:
+                found = [self._position(rank, entry) for entry in _dcp.decoded_entries(piece)]
+                ids = self._decoded[piece] = np.array(found, dtype=np.int64)
+            parts.append(ids)
+        return np.concatenate(parts)
+
+    def _position(self, rank: int, entry: _dcp.Entry) -> int:
+        position = self._positions.get(entry.key)
+        if position is None:
+            position = self._positions[entry.key] = len(self.entries)
+            self.entries.append(entry)
+            self._first_ranks.append(rank)
+            return position
+        known = self.entries[position]
+        if (known.dtype, known.shape) != (entry.dtype, entry.shape):
+            raise CheckpointError(
+                f"ranks disagree about {entry.key!r}: rank {self._first_ranks[position]} has {known}, rank {rank} has "
+                f"{entry}. Nothing was written. To save the value of each rank, put the rank in the key"
+            )
+        return position
 
 
-def assign_offers(offers: Mapping[str, Offer], divergent: Container[str]) -> Iterator[tuple[int, WriteItem]]:
-    """Yield every item with the rank that writes it. Chunks that several ranks hold are balanced by bytes.
+def positions_of(entries: Sequence[_dcp.Entry], numbers: Integers, boxes: Integers) -> Integers | None:
+    """Return a number for each row: rows ascend by value, then by the row-major order of their first elements.
+
+    None if there is no such number below 2**63, or if a box leaves its tensor.
+    """
+    ndim = boxes.shape[1] // 2
+    shapes = np.array([_dcp.padded_row(Box.whole(e.shape), ndim)[ndim:] for e in entries], dtype=np.float64)
+    shapes = np.maximum(shapes.reshape(len(entries), ndim), 1)
+    volumes = shapes.prod(axis=1)
+    if volumes.sum() >= 1 << 62:
+        return None
+    sizes = shapes.astype(np.int64)
+    strides = np.ones_like(sizes)
+    for dim in range(ndim - 2, -1, -1):
+        strides[:, dim] = strides[:, dim + 1] * sizes[:, dim + 1]
+    base = np.concatenate([[0], np.cumsum(sizes.prod(axis=1))])
+    positions = np.empty(len(numbers), dtype=np.int64)
+    for at in range(0, len(numbers), _PIECE):
+        part = slice(at, at + _PIECE)
+        own, starts = numbers[part], boxes[part, :ndim]
+        if (starts + boxes[part, ndim:] > sizes[own]).any():
+            return None
+        positions[part] = base[own] + (starts * strides[own]).sum(axis=1)
+    return positions
+
+
+def divergent_numbers(ids: Sequence[Integers], plans: Sequence[SentPlan]) -> frozenset[int]:
+    """Return the values whose data differs between the ranks that have them, as positions among all ranks' values.
 
     Args:
-        offers: the offers by key.
-        divergent: keys whose data differs between ranks. One rank writes each of their chunks, undivided.
+        ids: for each rank, the position of each of its values.
+        plans: what each rank sent.
     """
-    written: Counter[int] = Counter()
-    shared: list[tuple[WriteItem, Claim]] = []
-    for key, offer in offers.items():
-        if offer.example.tensor_data is None:
-            yield offer.rank, offer.example
-            continue
-        itemsize = offer.example.tensor_data.properties.dtype.itemsize
-        for (offsets, sizes), (item, ranks) in offer.holders.items():
-            if len(ranks) == 1:
-                written[ranks[0]] += sizes.numel() * itemsize
-                yield ranks[0], item
-            else:
-                box = Box(tuple(offsets), tuple(sizes))
-                shared.append((item, Claim(box, itemsize, tuple(ranks), divisible=key not in divergent)))
-    for assigned in assign([claim for _, claim in shared], written):
-        item, claim = shared[assigned.claim]
-        yield assigned.rank, item if assigned.box == claim.box else _dcp.part_of(item, assigned.box)
+    facts = [plan.facts for plan in plans]
+    numbers = np.concatenate([np.zeros(0, dtype=np.int64), *(own[fact.numbers] for own, fact in zip(ids, facts))])
+    if not len(numbers):
+        return frozenset()
+    pairs = np.concatenate([fact.pairs for fact in facts])
+    order = np.argsort(numbers, kind="stable")
+    numbers, pairs = numbers[order], pairs[order]
+    same = numbers[1:] == numbers[:-1]
+    differ = same & (pairs[1:] != pairs[:-1]).any(axis=1)
+    return frozenset(numbers[1:][differ].tolist())
 
 
-def prove_complete(metadata: Mapping[str, TensorStorageMetadata | BytesStorageMetadata]) -> None:
-    """Prove that the chunks of every tensor cover it exactly once.
-
-    Args:
-        metadata: the checkpoint's entries by key, with the chunks that will be written.
-
-    Raises:
-        IncompleteCheckpointError: naming every incomplete tensor, and the regions.
-    """
-    broken = []
-    for key, saved in metadata.items():
-        if isinstance(saved, TensorStorageMetadata) and (flaws := _dcp.cover_flaws(saved)):
-            broken.append((key, f"{key!r} of shape {tuple(saved.size)}: {'; '.join(map(str, flaws))}"))
-    if broken:
-        raise IncompleteCheckpointError(
-            "the ranks of this save do not hold every element exactly once:\n  "
-            + "\n  ".join(text for _, text in broken)
-            + "\nNothing was written. If the program runs on several hosts, every host must take part in the save, in "
-            "one process group",
-            keys=[key for key, _ in broken],
-        )
+def itemsizes(entries: Sequence[_dcp.Entry]) -> Integers:
+    """Return the bytes of one element of each value; 0 for objects."""
+    sizes = {dtype: _itemsize(dtype) for dtype in {entry.dtype for entry in entries}}
+    return np.array([sizes[entry.dtype] for entry in entries], dtype=np.int64)
 
 
-def _agree(a: TensorWriteData | None, b: TensorWriteData | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return a.size == b.size and a.properties.dtype == b.properties.dtype
-
-
-def _describe(item: WriteItem) -> str:
-    tensor = item.tensor_data
-    return "an object" if tensor is None else f"a tensor of shape {tuple(tensor.size)}, {tensor.properties.dtype}"
+def _itemsize(dtype: torch.dtype | None) -> int:
+    return 0 if dtype is None else dtype.itemsize

@@ -39,7 +39,7 @@ class ReadPlanner:
         self._key = key
         self._source = source
         self._saved = saved
-        self._index: ChunkIndex | None = None
+        self._index: ChunkIndex | _dcp.Chunks | None = None
 
     def plan(self, boxes: Sequence[Box]) -> TensorReads:
         """Plan the reads that fill ``boxes``, the distinct boxes that this process needs."""
@@ -47,9 +47,10 @@ class ReadPlanner:
         if _dcp.is_one_chunk(saved):
             resharded = any(box.sizes != tuple(saved.size) for box in boxes)
             return TensorReads([_dcp.whole_read(self._key, self._source, saved, box) for box in boxes], [], resharded)
+        chunks = _dcp.boxes_of(saved)
         if self._index is None:
-            self._index = ChunkIndex(_dcp.boxes_of(saved))
-        reads_of_box = _dcp.TensorReads(self._key, self._source, self._index.chunks)
+            self._index = saved.chunks if isinstance(saved.chunks, _dcp.Chunks) else ChunkIndex(chunks)
+        reads_of_box = _dcp.TensorReads(self._key, self._source, chunks)
         items: list[ReadItem] = []
         flaws: list[Flaw] = []
         resharded = False

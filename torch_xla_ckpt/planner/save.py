@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import io
-import itertools
 import logging
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import xxhash
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 from torch_xla_ckpt import _dcp
@@ -21,13 +19,13 @@ from torch_xla_ckpt.coordination import Processes
 from torch_xla_ckpt.device import access_of
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.layout import Box
-from torch_xla_ckpt.planner.offers import assign_offers, gather_offers, offer_tensor, prove_complete
+from torch_xla_ckpt.planner.global_plan import global_plan
+from torch_xla_ckpt.planner.offers import LocalFacts, entry_of, offers_of
 from torch_xla_ckpt.protocols import SaveSource, TensorAccess
 from torch_xla_ckpt.runtime import without_collector
 from torch_xla_ckpt.serialization import MAX_DEPTH, Encoded, Item, decode, encode
 from torch_xla_ckpt.state import (
     Leaf,
-    Path,
     ShardSource,
     TensorHandle,
     compact,
@@ -41,42 +39,6 @@ logger = logging.getLogger(__name__)
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NAMED = 20  # keys that one warning names
-
-
-@dataclass(frozen=True)
-class LocalFacts:
-    """What a rank sends to the coordinator with its items.
-
-    Args:
-        paths: path in the state dict of each key, as DCP records it.
-        digests: a digest of each value that may differ between ranks, by key.
-        integers: for each key, the positions in its path that are integer keys of mappings. They are sent separately,
-            because an ``IntegerKey`` arrives as a plain string.
-    """
-
-    paths: Mapping[str, Path]
-    digests: Mapping[str, bytes] = field(default_factory=dict)
-    integers: Mapping[str, Sequence[int]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, paths: Mapping[str, Path], digests: Mapping[str, bytes]) -> LocalFacts:
-        """Note which elements of the paths are integers."""
-        if _dcp.IntegerKey not in set(map(type, itertools.chain.from_iterable(paths.values()))):
-            return cls(
-                paths, digests
-            )  # a quick look is enough for most programs, which may have many thousands of keys
-        found = {key: [n for n, e in enumerate(path) if type(e) is _dcp.IntegerKey] for key, path in paths.items()}
-        return cls(paths, digests, {key: positions for key, positions in found.items() if positions})
-
-    def paths_with_integers(self) -> Iterator[tuple[str, Path]]:
-        """Yield each key and its path, with the integers marked as ``IntegerKey`` again."""
-        if not self.integers:
-            yield from self.paths.items()
-            return
-        for key, path in self.paths.items():
-            if positions := self.integers.get(key):
-                path = tuple(_dcp.IntegerKey(e) if n in positions else e for n, e in enumerate(path))
-            yield key, path
 
 
 class SPMDSavePlanner(SavePlanner, SaveSource):
@@ -102,6 +64,7 @@ class SPMDSavePlanner(SavePlanner, SaveSource):
     def __init__(self, *, access: Callable[[torch.Tensor], TensorAccess] = access_of):
         self._access_of = access
         self._leaves: dict[str, Leaf] = {}
+        self._entries: list[_dcp.Entry] = []
         self._tensors: dict[str, TensorHandle] = {}
         self._source = ShardSource({})
         self._encoded: dict[str, Item] = {}  # objects that were encoded to be compared between ranks
@@ -128,38 +91,29 @@ class SPMDSavePlanner(SavePlanner, SaveSource):
 
     @without_collector
     def create_local_plan(self) -> SavePlan:
-        items: list[WriteItem] = []
-        for key in self._leaves:
-            items += offer_tensor(key, self._tensors[key]) if key in self._tensors else [_dcp.object_item(key)]
-        paths = {key: leaf.path for key, leaf in self._leaves.items()}
-        return SavePlan(items, planner_data=LocalFacts.of(paths, self._digests()))
+        self._entries = [entry_of(key, leaf, self._tensors.get(key)) for key, leaf in self._leaves.items()]
+        offers = offers_of(self._entries, self._tensors)
+        facts = LocalFacts.of(self._entries, self._digests(), offers.packed.names)
+        return SavePlan(offers, planner_data=facts)  # type: ignore[arg-type]
 
     @without_collector
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        facts: list[LocalFacts] = [plan.planner_data for plan in all_plans]
-        divergent = _divergent(facts)
-        offers = gather_offers(all_plans)
-        items: list[list[WriteItem]] = [[] for _ in all_plans]
-        for rank, item in assign_offers(offers, divergent):
-            items[rank].append(item)
-        metadata = {key: offer.metadata() for key, offer in offers.items()}
-        for item in itertools.chain.from_iterable(items):
-            saved = metadata[item.index.fqn]
-            if item.tensor_data is not None and isinstance(saved, TensorStorageMetadata):
-                saved.chunks.append(item.tensor_data.chunk)
-        prove_complete(metadata)
-        if divergent:
+        plan = global_plan(all_plans)
+        if plan.divergent:
             logger.warning(
                 "these tensors and objects differ between ranks, and the value of the lowest rank is saved: %s. To "
                 "save the value of every rank, wrap it in torch_xla_ckpt.PerRank, or put the rank in the key",
-                ", ".join(sorted(divergent)),
+                ", ".join(plan.divergent),
             )
-        # Reversed, so that the lowest rank's path of a key is the one that stays.
-        paths = {key: path for fact in reversed(facts) for key, path in fact.paths_with_integers()}
-        plans = [replace(plan, items=own, planner_data=None) for plan, own in zip(all_plans, items)]
-        return plans, Metadata(state_dict_metadata=metadata, planner_data=paths)
+        plans = [
+            replace(local, items=own, planner_data=None)  # type: ignore[arg-type]
+            for local, own in zip(all_plans, plan.items)
+        ]
+        return plans, plan.catalog.metadata()
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        if isinstance(new_plan.items, _dcp.SentItems):
+            new_plan = replace(new_plan, items=new_plan.items.items(self._entries))  # type: ignore[arg-type]
         written = {item.index.fqn for item in new_plan.items if item.tensor_data is None}
         self._encoded = {key: data for key, data in self._encoded.items() if key in written}
         tensors = (item for item in new_plan.items if item.tensor_data is not None)
@@ -237,15 +191,6 @@ def _box(item: WriteItem) -> Box:
 def _digest(tensor: torch.Tensor) -> bytes:
     flat = compact(tensor).reshape(-1).view(torch.uint8)
     return xxhash.xxh3_128_digest(flat.numpy().data)
-
-
-def _divergent(facts: Sequence[LocalFacts]) -> set[str]:
-    """Return the keys whose data differs between the ranks that have them."""
-    digests: dict[str, set[bytes]] = defaultdict(set)
-    for fact in facts:
-        for key, one in fact.digests.items():
-            digests[key].add(one)
-    return {key for key, seen in digests.items() if len(seen) > 1}
 
 
 def _types_to_allow(tensor: torch.Tensor) -> frozenset[str]:

@@ -10,7 +10,8 @@ constructors of numpy and torch would get states that a pickle sets, and small o
 
 from torch_xla_ckpt.serialization import restricted
 from torch_xla_ckpt.serialization.archive import Archive, ArchiveError, parsed_ranges
-from torch_xla_ckpt.serialization.metadata import METADATA, pickled_metadata, read_metadata
+from torch_xla_ckpt.serialization.metadata import METADATA, read_metadata
+from torch_xla_ckpt.serialization.metadata_writing import MetadataWriter, StoredColumns
 from torch_xla_ckpt.serialization.objects import MAX_DEPTH, Encoded, Item, decode, encode
 from torch_xla_ckpt.serialization.restricted import AllowedType
 from torch_xla_ckpt.serialization.table import Refused
@@ -25,12 +26,13 @@ __all__ = [
     "ArchiveWriter",
     "Encoded",
     "Item",
+    "MetadataWriter",
     "Refused",
+    "StoredColumns",
     "StreamedTensor",
     "decode",
     "encode",
     "parsed_ranges",
-    "pickled_metadata",
     "read_metadata",
     "restricted",
 ]

@@ -6,11 +6,8 @@ values. Each of them is made by a function that checks its arguments.
 
 from __future__ import annotations
 
-import copyreg
 import functools
-import io
 import pathlib
-import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -98,6 +95,21 @@ def _properties() -> UnfinishedObject:
     return UnfinishedObject(finish)
 
 
+def _chunk(offsets: Any, sizes: Any) -> ChunkStorageMetadata:
+    plain.require(isinstance(offsets, torch.Size) and isinstance(sizes, torch.Size), "a chunk")
+    return ChunkStorageMetadata(offsets, sizes)
+
+
+def _called_index(fqn: Any, offset: Any = None) -> MetadataIndex:
+    plain.require(type(fqn) is str and (offset is None or isinstance(offset, torch.Size)), "an index")
+    return MetadataIndex(fqn, offset)
+
+
+def _stored(relative_path: Any, offset: Any, length: Any) -> Any:
+    plain.require(type(relative_path) is str and type(offset) is type(length) is int, "a place in a file")
+    return _dcp.StorageInfo(relative_path, offset, length)
+
+
 def _table() -> Table:
     old = "torch.distributed._shard.sharded_tensor.metadata"  # the module of these classes up to torch 2.2
     classes = (
@@ -133,7 +145,15 @@ def _table() -> Table:
         TensorProperties: _properties,
     }
     states = {**plain.STATES, **dict.fromkeys(filled, _set_fields)}
-    calls: Mapping[type, Callable[..., Any]] = {**plain.CALLS, **torch_values.CALLS, _Encoding: _encoding, str: _text}
+    calls: Mapping[type, Callable[..., Any]] = {
+        **plain.CALLS,
+        **torch_values.CALLS,
+        _Encoding: _encoding,
+        str: _text,
+        ChunkStorageMetadata: _chunk,
+        MetadataIndex: _called_index,
+        _dcp.StorageInfo: _stored,
+    }
     return Table(values, calls, news, states)
 
 
@@ -188,22 +208,6 @@ def _is_plausible(metadata: Any) -> bool:
             )
         )
     )
-
-
-def pickled_metadata(metadata: Metadata) -> bytes:
-    """Return the bytes of a ``.metadata`` that stock DCP of torch 2.9 to 2.15 reads.
-
-    torch 2.15 added a field to ``TensorProperties``. Earlier versions refuse this field, and later ones do not need it.
-    """
-    data = io.BytesIO()
-    pickler = pickle.Pickler(data)
-    pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: _reduced_properties}
-    pickler.dump(metadata)
-    return data.getvalue()
-
-
-def _reduced_properties(properties: TensorProperties) -> tuple[Any, ...]:
-    return copyreg.__newobj__, (TensorProperties,), properties.__getstate__()[:5]  # type: ignore[attr-defined]
 
 
 def read_metadata(data: bytes, name: str = METADATA) -> Metadata:

@@ -15,6 +15,7 @@ from torch_xla_ckpt.storage.listing import ListedKey, Listing, listing_of, read_
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, path_mismatch
 from torch_xla_ckpt.storage.manifest import Manifest
 from torch_xla_ckpt.storage.opening import open_reader, open_writer, path_of
+from torch_xla_ckpt.storage.places import Written, written_sizes
 from torch_xla_ckpt.storage.progress import OnProgress
 from torch_xla_ckpt.storage.read_plan import planned_bytes
 from torch_xla_ckpt.storage.reader import ReadStats, ShardReader
@@ -36,6 +37,7 @@ __all__ = [
     "ShardWriter",
     "Stored",
     "VerifyReport",
+    "Written",
     "checksum",
     "default_threads",
     "holds_checkpoint",
@@ -55,4 +57,5 @@ __all__ = [
     "read_listing",
     "verify",
     "written_by",
+    "written_sizes",
 ]

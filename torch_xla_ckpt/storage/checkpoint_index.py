@@ -127,7 +127,7 @@ def _read_once(folder: Folder, name: str, data: bytes, verify: bool) -> Checkpoi
     try:
         manifest = folder.read(file)
         if checksum(manifest) == seal.manifest:
-            return _with_manifest(Manifest.from_bytes(manifest), seal.pickled, name, data)
+            return _with_manifest(Manifest.from_bytes(manifest), seal, name, data)
         problem = f"it does not match the checksum in {name}"
     except FileNotFoundError:
         problem = "it is missing"
@@ -169,7 +169,7 @@ def _read_unsealed(folder: Folder, name: str, data: bytes, seal: Seal | None, ve
             if verify:
                 raise _corrupt(name, data, "the line that leads to its manifest is damaged")
             with suppress(ValueError, NotAFile, IsADirectoryError):
-                return _with_manifest(Manifest.from_bytes(folder.read(manifest_name(save_id))), data, name, data)
+                return _with_manifest(Manifest.from_bytes(folder.read(manifest_name(save_id))), None, name, data)
     if failure is not None:
         raise failure
     assert metadata is not None
@@ -183,10 +183,10 @@ def _read_unsealed(folder: Folder, name: str, data: bytes, seal: Seal | None, ve
     return CheckpointIndex(metadata, None, checksum(data))
 
 
-def _with_manifest(manifest: Manifest, pickled: bytes, name: str, data: bytes) -> CheckpointIndex:
+def _with_manifest(manifest: Manifest, seal: Seal | None, name: str, data: bytes) -> CheckpointIndex:
     if manifest.planner_data_is_pickled:
         try:
-            manifest.metadata.planner_data = read_metadata(pickled, name).planner_data
+            manifest.metadata.planner_data = read_metadata(data if seal is None else seal.pickled, name).planner_data
         except CheckpointError as error:
             logger.warning("the planner data in %s is ignored, because it cannot be read safely: %s", name, error)
     return CheckpointIndex(manifest.metadata, manifest, checksum(data))

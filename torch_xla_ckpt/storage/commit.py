@@ -12,14 +12,16 @@ were there when it began: the saves that wrote them cannot commit any more.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import xxhash
+
 from torch_xla_ckpt.errors import CheckpointError, ConcurrentSaveError
-from torch_xla_ckpt.protocols import Entry, Folder, Version
+from torch_xla_ckpt.protocols import Bytes, Entry, Folder, Version
 from torch_xla_ckpt.serialization import METADATA
 from torch_xla_ckpt.storage.checkpoint_index import read_index
 from torch_xla_ckpt.storage.deadline import start as start_call
@@ -38,7 +40,8 @@ from torch_xla_ckpt.storage.file_names import (
 )
 from torch_xla_ckpt.storage.lease import Lease, ended_saves, live_saves
 from torch_xla_ckpt.storage.manifest import Manifest
-from torch_xla_ckpt.storage.seal import add_seal, sealed_save_id
+from torch_xla_ckpt.storage.pieces import joined_pieces
+from torch_xla_ckpt.storage.seal import SealedPieces, sealed_save_id
 
 logger = logging.getLogger(__name__)
 
@@ -125,14 +128,23 @@ def _survey(
 
 
 def publish(
-    folder: Folder, manifest: Manifest, pickled: bytes, rank: int | None = None, *, start: SaveStart | None = None
+    folder: Folder,
+    save_id: str,
+    files: Mapping[str, int],
+    manifest: Iterable[Bytes],
+    pickled: Iterable[Bytes],
+    rank: int | None = None,
+    *,
+    start: SaveStart | None = None,
 ) -> None:
     """Write the manifest and commit a save whose data files are written.
 
     Args:
         folder: the checkpoint's folder.
-        manifest: the manifest.
-        pickled: DCP's metadata, pickled.
+        save_id: the id of the save.
+        files: the size in bytes of each data file, by name.
+        manifest: the bytes of the manifest, in pieces.
+        pickled: DCP's metadata, pickled, in pieces.
         rank: the rank of a save without collectives. Default: a save of all ranks.
         start: the state of the folder when the save began. Default: replace whatever is there.
 
@@ -143,18 +155,50 @@ def publish(
     if start is not None:
         start.lease.require()
         folder.settle()
-    manifest_data = manifest.to_bytes()
-    data = add_seal(pickled, manifest.save_id, manifest_data)
+    name, temporary, own = metadata_name(rank), temporary_name(rank, save_id), manifest_name(save_id)
+    # Nobody reads the manifest before the commit, so a store gets it during the last checks.
+    late = list(joined_pieces(manifest)) if start is not None and folder.remote else None
+    if late is None:
+        size, manifest_checksum = _write_manifest(folder, own, joined_pieces(manifest))
+        files = {**files, own: size}
+    else:
+        manifest_checksum = _checksum(late)
+    data = SealedPieces(pickled, save_id, manifest_checksum)
     try:
         if start is None:
-            _write_manifest(folder, manifest, manifest_data)
-            folder.replace(metadata_name(rank), data, temporary_name(rank, manifest.save_id))
+            folder.replace(name, data, temporary)
+        elif late is None:
+            _replace_local(folder, data, temporary, files, rank, start)
         else:
-            _replace_metadata(folder, manifest, manifest_data, data, rank, start)
+            _replace_remote(folder, data, temporary, files, rank, start, lambda: _write_manifest(folder, own, late))
     except FileChanged as error:
         # A request that is made again, because its answer was lost, finds what it has written itself.
-        if not folder.version(metadata_name(rank)).is_same(Version.of(data)):
+        if not data.is_at(folder.version(name).end):
             raise _lost_to_another(folder, rank) from error
+
+
+def _write_manifest(folder: Folder, name: str, pieces: Iterable[Bytes]) -> tuple[int, bytes]:
+    """Write the manifest, and return its size in bytes and its checksum."""
+    hasher, size = xxhash.xxh3_64(), 0
+    sink = folder.create(name, unchanged=True)
+    try:
+        for piece in pieces:
+            hasher.update(piece)
+            size += len(piece)
+            sink.write(piece)
+        sink.close()
+    except BaseException:
+        sink.abandon()
+        raise
+    folder.flush()
+    return size, hasher.digest()
+
+
+def _checksum(pieces: Iterable[Bytes]) -> bytes:
+    hasher = xxhash.xxh3_64()
+    for piece in pieces:
+        hasher.update(piece)
+    return hasher.digest()
 
 
 def finish(folder: Folder, save_id: str, start: SaveStart) -> None:
@@ -236,49 +280,53 @@ def _removed(folder: Folder, names: Sequence[str]) -> set[str]:
     return set(names)
 
 
-def _write_manifest(folder: Folder, manifest: Manifest, data: bytes) -> None:
-    sink = folder.create(manifest_name(manifest.save_id), unchanged=True)
-    try:
-        sink.write(data)
-        sink.close()
-    except BaseException:
-        sink.abandon()
-        raise
-    folder.flush()
-
-
-def _replace_metadata(
-    folder: Folder, manifest: Manifest, manifest_data: bytes, data: bytes, rank: int | None, start: SaveStart
+def _replace_local(
+    folder: Folder, data: SealedPieces, temporary: str, files: Mapping[str, int], rank: int | None, start: SaveStart
 ) -> None:
-    """Write the manifest, and replace ``.metadata`` after the last checks: the commit.
+    """Replace ``.metadata`` on a local disk after the last checks: the commit.
 
     Args:
         folder: the checkpoint's folder.
-        manifest: the manifest.
-        manifest_data: its bytes.
-        data: the new bytes of ``.metadata``.
+        data: the new bytes of ``.metadata``, in pieces.
+        temporary: the name of the temporary file.
+        files: the files of the save, with their sizes in bytes.
         rank: the rank of a save without collectives.
         start: the state of the folder when the save began.
     """
+    _require_files(folder, files, folder.names(), start, rank)
 
-    def check_with_one_listing() -> None:
-        listed = folder.listing()
-        _require_files(folder, manifest.files, listed, start, rank)
-        _require_no_other_save(folder, listed, start, rank)
-
-    def check_store() -> None:  # nobody reads the manifest before the commit, so it is written during the checks
-        together([lambda: _write_manifest(folder, manifest, manifest_data), check_with_one_listing])
-
-    def check_locked() -> None:  # a local folder is locked by now, so a second listing is exact
+    def check() -> None:  # the folder is locked by now, so a second listing is exact
         _require_no_other_save(folder, folder.names(), start, rank)
 
-    if not folder.remote:
-        _write_manifest(folder, manifest, manifest_data)
-        files = {**manifest.files, manifest_name(manifest.save_id): len(manifest_data)}
-        _require_files(folder, files, folder.names(), start, rank)
-    check = check_store if folder.remote else check_locked
-    name, temporary = metadata_name(rank), temporary_name(rank, manifest.save_id)
-    folder.replace(name, data, temporary, expected=start.version, check=check)
+    folder.replace(metadata_name(rank), data, temporary, expected=start.version, check=check)
+
+
+def _replace_remote(
+    folder: Folder,
+    data: SealedPieces,
+    temporary: str,
+    files: Mapping[str, int],
+    rank: int | None,
+    start: SaveStart,
+    write_manifest: Callable[[], object],
+) -> None:
+    """Replace ``.metadata`` in a store after the last checks: the commit.
+
+    Args:
+        folder, data, temporary, rank, start: as for a local disk.
+        files: the data files of the save, with their sizes in bytes.
+        write_manifest: writes the manifest. It runs at the same time as the checks.
+    """
+
+    def check_files() -> None:
+        listed = folder.listing()
+        _require_files(folder, files, listed, start, rank)
+        _require_no_other_save(folder, listed, start, rank)
+
+    def check() -> None:
+        together([write_manifest, check_files])
+
+    folder.replace(metadata_name(rank), data, temporary, expected=start.version, check=check)
 
 
 def _require_files(

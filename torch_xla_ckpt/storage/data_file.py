@@ -115,14 +115,6 @@ class DataFile:
             self._small, self._small_bytes = [], 0
 
 
-def file_sizes(stored: Iterable[Stored]) -> dict[str, int]:
-    """Return the size in bytes of each data file, by name, given the items in it."""
-    sizes: dict[str, int] = {}
-    for item in stored:
-        sizes[item.relative_path] = max(sizes.get(item.relative_path, 0), item.offset + item.extent)
-    return sizes
-
-
 def _blocks(parts: Sequence[Bytes]) -> Iterator[list[Bytes]]:
     """Divide the bytes of ``parts`` into blocks of ``BLOCK`` bytes. Each block is a list of pieces."""
     block: list[Bytes] = []

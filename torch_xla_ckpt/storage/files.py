@@ -11,7 +11,7 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,6 +22,7 @@ from torch_xla_ckpt.runtime import forks
 from torch_xla_ckpt.storage.file_errors import FileChanged, NotAFile, impossible_name
 from torch_xla_ckpt.storage.file_names import require_inside
 from torch_xla_ckpt.storage.filelock import locked
+from torch_xla_ckpt.storage.pieces import joined_pieces
 
 
 class LocalFolder(Folder):
@@ -125,7 +126,7 @@ class LocalFolder(Folder):
     def replace(
         self,
         name: str,
-        data: bytes,
+        data: Iterable[Bytes],
         temporary: str,
         *,
         expected: Version | None = None,
@@ -133,7 +134,8 @@ class LocalFolder(Folder):
     ) -> None:
         sink = self.create(temporary)
         try:
-            sink.write(data)
+            for piece in joined_pieces(data):
+                sink.write(piece)
             sink.close()
             with nullcontext() if expected is None else locked(self._path):
                 if expected is not None and not self.version(name).is_same(expected):

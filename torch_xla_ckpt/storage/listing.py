@@ -20,6 +20,7 @@ from torch_xla_ckpt.runtime import without_collector
 from torch_xla_ckpt.storage.checkpoint_index import CheckpointIndex, read_index
 from torch_xla_ckpt.storage.file_names import manifest_name, metadata_name
 from torch_xla_ckpt.storage.manifest import parsed
+from torch_xla_ckpt.storage.packed_manifest import chunk_count, sharding_of
 from torch_xla_ckpt.storage.seal import read_seal
 from torch_xla_ckpt.storage.stored import Stored, checksum
 
@@ -100,12 +101,13 @@ def _from_json(top: Mapping[str, Any]) -> Listing:
     sizes = {name: _itemsize(name) for name in {tensor["dtype"] for tensor in top["tensors"].values()}}
     keys = []
     for key, tensor in top["tensors"].items():
-        shape, dtype, sharding = tuple(tensor["shape"]), tensor["dtype"], tensor["sharding"]
+        shape, dtype, sharding = tuple(tensor["shape"]), tensor["dtype"], sharding_of(top, tensor)
         if not set(map(type, shape)) <= _INTEGERS or (shape and min(shape) < 0):
             raise ValueError("a shape with impossible sizes")
         if sharding is not None and type(sharding) is not str:
             raise ValueError("a sharding that is no text")
-        keys.append(ListedKey(key, dtype, shape, math.prod(shape) * sizes[dtype], len(tensor["chunks"]), sharding))
+        nbytes = math.prod(shape) * sizes[dtype]
+        keys.append(ListedKey(key, dtype, shape, nbytes, chunk_count(top, tensor), sharding))
     keys += [ListedKey(key, None, None, item[2], 1, None) for key, item in top["objects"].items()]
     return Listing(
         keys=_in_order(keys, top["paths"]),

@@ -1,4 +1,4 @@
-"""The manifest: a JSON file with a checkpoint's keys, the place of each item, and the checksums of every byte.
+"""Reading the manifest: a JSON file with a checkpoint's keys, the place of each item, and the checksums of every byte.
 
 The manifest repeats everything in ``.metadata`` and adds the facts for which DCP has no field. ``docs/format.md``
 specifies it.
@@ -12,7 +12,6 @@ import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -27,13 +26,13 @@ from torch.distributed.checkpoint.metadata import (
 
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.storage.manifest_writing import FORMAT, PICKLED
+from torch_xla_ckpt.storage.packed_manifest import PackedTensors
 from torch_xla_ckpt.storage.stored import BLOCK, CHECKSUM_BYTES, Stored, checksum, padded
 
 _MAX_DEPTH = 400  # levels of ``user_metadata``, as many as of a state dict; JSON readers fail somewhere below 1000
-_FORMAT = "torch_xla_ckpt manifest"
-_VERSION = 1
+_VERSIONS = (1, 2)
 _SEAL = re.compile(rb'\n"xxh3_64": "([0-9a-f]{16})"}')
-_PICKLED = "pickled"  # stands for planner data that only ``.metadata`` can hold
 
 
 def check_user_metadata(value: Any) -> None:
@@ -93,45 +92,6 @@ class Manifest:
         """The place of every item."""
         return self.metadata.storage_data  # type: ignore[no-any-return]
 
-    def to_bytes(self) -> bytes:
-        """Return the bytes of the file: one JSON object whose last line holds the checksum of everything before."""
-        names = list(self.files)
-        numbers = {name: number for number, name in enumerate(names)}
-        items = {(index.fqn, index.offset): _item(item, numbers) for index, item in self.stored.items()}
-        shardings = {index.fqn: item.sharding for index, item in self.stored.items() if item.sharding}
-        paths = self.metadata.planner_data
-        top = {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "save_id": self.save_id,
-            "time": self.time,
-            "step": self.step,
-            "user_metadata": self.user_metadata,
-            "software": dict(self.software),
-            "writer": self.writer,
-            "block": BLOCK,
-            "files": [[name, self.files[name]] for name in names],
-            "paths": {key: _path(path) for key, path in paths.items()} if _are_paths(paths) else _without_paths(paths),
-            "tensors": {
-                key: {
-                    "dtype": str(saved.properties.dtype).removeprefix("torch."),
-                    "shape": saved.size,
-                    "requires_grad": saved.properties.requires_grad,
-                    "sharding": shardings.get(key),
-                    "chunks": [[chunk.offsets, chunk.sizes, *items[key, chunk.offsets]] for chunk in saved.chunks],
-                }
-                for key, saved in self.metadata.state_dict_metadata.items()
-                if isinstance(saved, TensorStorageMetadata)
-            },
-            "objects": {
-                key: items[key, None]
-                for key, saved in self.metadata.state_dict_metadata.items()
-                if isinstance(saved, BytesStorageMetadata)
-            },
-        }
-        body = json.dumps(top, separators=(",", ":"), allow_nan=False)[:-1].encode("ascii") + b","
-        return body + b'\n"xxh3_64": "%s"}' % checksum(body).hex().encode()
-
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
         """Return the manifest in a file's bytes.
@@ -148,10 +108,16 @@ class Manifest:
 
     @classmethod
     def _from_json(cls, top: Mapping[str, Any]) -> Manifest:
-        metadata, files = _metadata(top), dict(top["files"])
-        if len(files) != len(top["files"]):
-            raise ValueError("a file is listed twice")
-        _check_owners(metadata.storage_data.values(), files)
+        files = dict(top["files"])
+        if len(files) != len(top["files"]) or not set(map(type, files)) <= {str}:
+            raise ValueError("a file is listed twice, or has no name")
+        if top["version"] == 1:
+            metadata = _metadata(top)
+            _check_owners(metadata.storage_data.values(), files)
+        else:
+            metadata = PackedTensors(top, _dtype).metadata
+            metadata.planner_data = _paths(top)
+        metadata.storage_meta = StorageMeta(save_id=top["save_id"])
         return cls(
             save_id=top["save_id"],
             time=top["time"],
@@ -160,7 +126,7 @@ class Manifest:
             software=top["software"],
             metadata=metadata,
             files=files,
-            planner_data_is_pickled=top["paths"] == _PICKLED,
+            planner_data_is_pickled=top["paths"] == PICKLED,
             writer=str(top.get("writer", "")),
         )
 
@@ -172,20 +138,20 @@ def parsed(data: bytes) -> Mapping[str, Any]:
         ValueError: the file is damaged.
         CheckpointError: the manifest has a newer version.
     """
-    body, newline, seal = data.rpartition(b"\n")
-    match = _SEAL.fullmatch(newline + seal)
-    if match is None or checksum(body).hex().encode() != match[1]:
+    end = data.rfind(b"\n")
+    match = _SEAL.fullmatch(data, max(end, 0))
+    if match is None or checksum(memoryview(data)[:end]).hex().encode() != match[1]:
         raise ValueError("its bytes do not match the checksum in its last line")
     try:
-        top = json.loads(body[:-1] + b"}")
+        top = json.loads(data[: end - 1] + b"}")
         version, block = top["version"], top["block"]
-        is_known = top["format"] == _FORMAT and (version, block) == (_VERSION, BLOCK)
+        is_known = top["format"] == FORMAT and version in _VERSIONS and type(version) is int and block == BLOCK
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
         raise ValueError(f"its checksum matches, but it is no manifest ({error})") from error
     if not is_known:
         raise CheckpointError(
-            f"the manifest has version {version} and blocks of {block} bytes, and this torch_xla_ckpt reads version "
-            f"{_VERSION} with blocks of {BLOCK} bytes. Install a newer torch_xla_ckpt"
+            f"the manifest has version {version} and blocks of {block} bytes, and this torch_xla_ckpt reads versions "
+            f"{' and '.join(map(str, _VERSIONS))} with blocks of {BLOCK} bytes. Install a newer torch_xla_ckpt"
         )
     return top  # type: ignore[no-any-return]
 
@@ -208,31 +174,6 @@ def _check_owners(items: Iterable[Stored], files: Mapping[str, int]) -> None:
             end = stop
         if end != files[name]:
             raise ValueError(f"the items of {name} end at byte {end:,}, and its size is {files[name]!r}")
-
-
-def _are_paths(planner_data: Any) -> bool:
-    """Whether a planner's data maps each key to its path in the state dict, as the data of DCP's planners does."""
-    if not isinstance(planner_data, Mapping):
-        return False
-    paths = planner_data.values()
-    parts = chain.from_iterable(paths) if set(map(type, paths)) <= {tuple} else [None]
-    return set(map(type, planner_data)) <= {str} and set(map(type, parts)) <= {str, int, _dcp.IntegerKey}
-
-
-def _path(path: Sequence[str | int]) -> Sequence[str | int | list[int]]:
-    """Return a path for JSON. An integer key of a mapping becomes a list of one integer."""
-    return [[int(element)] if type(element) is _dcp.IntegerKey else element for element in path]
-
-
-def _without_paths(planner_data: Any) -> str | None:
-    """Return what stands in the manifest for planner data that is no paths."""
-    return None if planner_data is None else _PICKLED
-
-
-def _item(item: Stored, numbers: Mapping[str, int]) -> list[Any]:
-    """Return an item for JSON. ``numbers`` are the positions of the data files in the list of files."""
-    assert item.checksums is not None
-    return [numbers[item.relative_path], item.offset, item.length, item.data, item.checksums.hex()]
 
 
 def _metadata(top: Mapping[str, Any]) -> Metadata:
@@ -272,10 +213,13 @@ def _metadata(top: Mapping[str, Any]) -> Metadata:
         object_item = stored[MetadataIndex(key)] = _stored(item, names, None)
         if object_item.data is not None:
             raise ValueError("an object with the bytes of a tensor")
+    return Metadata(state_dict_metadata=entries, planner_data=_paths(top), storage_data=stored)
+
+
+def _paths(top: Mapping[str, Any]) -> dict[str, tuple[str | int, ...]] | None:
+    """Return the path of each key from JSON; None if the manifest has no paths."""
     paths = top["paths"]
-    planner_data = {key: tuple(map(_element, path)) for key, path in paths.items()} if isinstance(paths, dict) else None
-    meta = StorageMeta(save_id=top["save_id"])
-    return Metadata(state_dict_metadata=entries, planner_data=planner_data, storage_data=stored, storage_meta=meta)
+    return {key: tuple(map(_element, path)) for key, path in paths.items()} if isinstance(paths, dict) else None
 
 
 def _element(element: Any) -> str | int:

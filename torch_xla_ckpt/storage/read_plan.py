@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -153,7 +153,7 @@ def reads_by_key(requests: Sequence[ReadItem], metadata: Metadata, sink: LoadSin
     """
     by_key: dict[str, KeyReads] = {}
     items: dict[tuple[str, MetadataIndex], ItemRead] = {}
-    shapes: dict[str, dict[torch.Size | None, torch.Size]] = {}
+    shapes: dict[str, Callable[[torch.Size | None], torch.Size]] = {}
     for request in requests:
         key = request.dest_index.fqn
         reads = by_key.get(key)
@@ -179,14 +179,14 @@ def planned_bytes(requests: Sequence[ReadItem], metadata: Metadata) -> int:
 
 
 def _item_read(
-    index: MetadataIndex, metadata: Metadata, shapes: dict[str, dict[torch.Size | None, torch.Size]]
+    index: MetadataIndex, metadata: Metadata, shapes: dict[str, Callable[[torch.Size | None], torch.Size]]
 ) -> ItemRead:
     """Return a saved item with no requests yet.
 
     Args:
         index: DCP's name of the item.
         metadata: DCP's metadata of the checkpoint.
-        shapes: a cache of each tensor's chunk shapes by chunk offset.
+        shapes: a cache of functions that return the shape of each tensor's chunk at an offset.
     """
     saved = metadata.state_dict_metadata[index.fqn]
     try:
@@ -199,8 +199,8 @@ def _item_read(
     if not isinstance(saved, TensorStorageMetadata):
         return ItemRead(index.fqn, stored, None, torch.Size())
     if index.fqn not in shapes:
-        shapes[index.fqn] = {chunk.offsets: chunk.sizes for chunk in saved.chunks}
-    return ItemRead(index.fqn, stored, saved, shapes[index.fqn].get(index.offset, saved.size))
+        shapes[index.fqn] = _dcp.sizes_by_offsets(saved)
+    return ItemRead(index.fqn, stored, saved, shapes[index.fqn](index.offset))
 
 
 def jobs_of(reads: Sequence[KeyReads], remote: bool, job_bytes: int = JOB_BYTES) -> Iterator[ReadJob]:

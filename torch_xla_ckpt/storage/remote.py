@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_xla_ckpt.protocols import Entry, Folder, Sink, Version, Window
+from torch_xla_ckpt.protocols import Bytes, Entry, Folder, Sink, Version, Window
 from torch_xla_ckpt.reports import RequestCounts
 from torch_xla_ckpt.runtime import forks
 from torch_xla_ckpt.serialization import METADATA
@@ -26,6 +26,7 @@ from torch_xla_ckpt.storage.deadline import together
 from torch_xla_ckpt.storage.file_errors import FileChanged
 from torch_xla_ckpt.storage.file_names import require_inside
 from torch_xla_ckpt.storage.location import Location
+from torch_xla_ckpt.storage.pieces import whole
 from torch_xla_ckpt.storage.remote_requests import ByteRange, Requests
 from torch_xla_ckpt.storage.remote_sinks import FileSink, ObjectSink
 from torch_xla_ckpt.storage.retries import attempts_for, pauses
@@ -66,6 +67,9 @@ class RemoteFolder(Folder):
         self._requests = Requests(location)
         self._fs = self._requests.fs
         self._s3 = S3Requests(self._requests) if hasattr(self._fs, "call_s3") else None
+
+    def __reduce__(self) -> Any:
+        return RemoteFolder, (self._location,)
 
     def make(self) -> None:
         # An object store has no folders, and for a misspelt path fsspec would make a bucket.
@@ -131,35 +135,36 @@ class RemoteFolder(Folder):
     def replace(
         self,
         name: str,
-        data: bytes,
+        data: Iterable[Bytes],
         temporary: str,
         *,
         expected: Version | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
+        content = whole(data)  # a put may be made again, and pieces can be taken once only
         compares_slowly = expected is not None and self._s3 is None and "memory" not in self._protocols()
         if check is not None and not compares_slowly:
             check()
             check = None
         if expected is None:
-            self._put_remembered(name, data)
+            self._put_remembered(name, content)
         elif self._s3 is not None:
-            if not self._s3.put_if(name, data, expected):
+            if not self._s3.put_if(name, content, expected):
                 logger.warning(
                     "%s has no conditional puts, so two programs that save there at the same time may both succeed. "
                     "Let only one program save to a path",
                     self.url,
                 )
-                self._compare_and_put(name, data, expected)
+                self._compare_and_put(name, content, expected)
         elif "memory" in self._protocols():
             with _memory_lock:
-                self._compare_and_put(name, data, expected)
+                self._compare_and_put(name, content, expected)
         elif not expected.exists and not _CAN_CREATE.isdisjoint(self._protocols()):
             if check is not None:
                 check()
-            self._put_new(name, data)
+            self._put_new(name, content)
         else:
-            self._compare_and_put(name, data, expected, check)
+            self._compare_and_put(name, content, expected, check)
 
     def append(self, name: str, line: bytes) -> None:
         try:

@@ -5,25 +5,38 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
+import numpy as np
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from torch_xla_ckpt import _dcp
+from torch_xla_ckpt.layout import Integers
 from torch_xla_ckpt.reports import SaveReport, format_bytes
+from torch_xla_ckpt.storage.frame import ALIGNMENT
+from torch_xla_ckpt.storage.places import Places, StorageEntries
+
+_ROWS = 1 << 16
 
 
 class SavedMetadata(Metadata):
     """DCP's ``Metadata`` of a committed checkpoint, whose ``repr`` is one line.
 
-    Pickles and copies are plain ``Metadata``, so stock PyTorch reads them without this package.
+    Pickles and copies are plain ``Metadata``, so stock PyTorch reads them without this package. The exception is the
+    pickle in which DCP sends the metadata to the other ranks: it holds arrays instead of an object for each chunk.
 
     Attributes:
         report: where the time of the save went on this process.
     """
 
     report: SaveReport | None = None
+    _is_sent_next = False
 
     def __repr__(self) -> str:
         keys = len(self.state_dict_metadata)
-        nbytes = sum(entry.length for entry in (self.storage_data or {}).values())
+        stored = self.storage_data
+        if isinstance(stored, StorageEntries):
+            nbytes = stored.nbytes
+        else:
+            nbytes = sum(entry.length for entry in (stored or {}).values())
         seconds = "" if self.report is None else f", saved in {self.report.seconds:.2f} s"
         return f"<Metadata of {keys:,} {'key' if keys == 1 else 'keys'}, {format_bytes(nbytes)}{seconds}>"
 
@@ -33,7 +46,80 @@ class SavedMetadata(Metadata):
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> Any:
+        stored = self.storage_data
+        if self._is_sent_next and isinstance(stored, StorageEntries) and stored.catalog.describes(self):
+            self._is_sent_next = False
+            return _arrived, _sent(self, stored)
         return Metadata, _values(self)
+
+
+def send_as_arrays(metadata: Metadata) -> None:
+    """Let the next pickle of a save's metadata hold arrays. DCP makes this pickle, to send it to the other ranks."""
+    if isinstance(metadata, SavedMetadata):
+        metadata._is_sent_next = True
+
+
+def _sent(metadata: Metadata, stored: StorageEntries) -> tuple[Any, ...]:
+    catalog, places = stored.catalog, stored.places
+    tables = sorted({table for table in catalog.tables if table >= 0})
+    boxes = {table: _dcp.narrow(catalog.boxes[catalog.first[table] : catalog.first[table + 1]]) for table in tables}
+    begins = np.flatnonzero(np.diff(places.length, prepend=-1))  # items of one tensor have one length
+    lengths = _dcp.narrow(np.diff(np.append(begins, len(catalog)))), _dcp.narrow(places.length[begins])
+    columns = [_pieces(places.file), _pieces(places.offset // ALIGNMENT)]
+    return (
+        _dcp.encoded_entries(catalog.entries),
+        catalog.tables,
+        boxes,
+        tuple(places.names),
+        columns,
+        lengths,
+        None if catalog.has_paths(metadata.planner_data) else (metadata.planner_data,),
+        metadata.storage_meta,
+        metadata.version,
+    )
+
+
+class _Piece:
+    """A piece of a column. Python's lock is given up between pieces, because ``__reduce__`` is a Python function."""
+
+    def __init__(self, numbers: _dcp.AnyIntegers):
+        self._numbers = numbers
+
+    def __reduce__(self) -> Any:
+        return np.frombuffer, (self._numbers.tobytes(), self._numbers.dtype)
+
+
+def _pieces(column: Integers) -> list[_Piece]:
+    small = _dcp.narrow(column)
+    return [_Piece(small[at : at + _ROWS]) for at in range(0, len(small), _ROWS)]
+
+
+def _arrived(
+    names: tuple[bytes, ...],
+    tables: tuple[int, ...],
+    boxes: dict[int, _dcp.AnyIntegers],
+    files: tuple[str, ...],
+    columns: list[list[_dcp.AnyIntegers]],
+    lengths: tuple[_dcp.AnyIntegers, _dcp.AnyIntegers],
+    planner_data: tuple[Any] | None,
+    storage_meta: StorageMeta | None,
+    version: str | None,
+) -> SavedMetadata:
+    """Return metadata that another rank has sent."""
+    entries = tuple(entry for piece in names for entry in _dcp.decoded_entries(piece))
+    ndim = max((len(table[0]) // 2 for table in boxes.values() if len(table)), default=0)
+    rows = [boxes[t].astype(np.int64) if t >= 0 else np.zeros((1, 2 * ndim), dtype=np.int64) for t in tables]
+    first = np.concatenate([[0], np.cumsum([len(row) for row in rows], dtype=np.int64)])
+    catalog = _dcp.Catalog(entries, first, np.concatenate([np.zeros((0, 2 * ndim), dtype=np.int64), *rows]))
+    nothing = np.zeros(0, dtype=np.int64)
+    file, offset = (np.concatenate([nothing, *column]) for column in columns)
+    length = np.repeat(lengths[1].astype(np.int64), lengths[0])
+    made = catalog.metadata()
+    made.planner_data = made.planner_data if planner_data is None else planner_data[0]
+    made.storage_data = StorageEntries(catalog, Places(files, file, offset * ALIGNMENT, length, nothing, nothing))
+    made.storage_meta, made.version = storage_meta, version
+    made.__class__ = SavedMetadata
+    return made  # type: ignore[return-value]
 
 
 def shortened(metadata: Metadata, report: SaveReport) -> Metadata:

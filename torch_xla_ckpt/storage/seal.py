@@ -7,8 +7,12 @@ reader leave the pickle alone. ``docs/format.md`` specifies it.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import xxhash
+
+from torch_xla_ckpt.protocols import Bytes
 from torch_xla_ckpt.storage.stored import checksum
 
 _SEAL = re.compile(rb"\ntorch_xla_ckpt ([0-9a-f]{16}) ([0-9a-f]{16}) ([0-9a-f]{16})\n")
@@ -21,28 +25,49 @@ class Seal:
     """A seal, and the pickle before it.
 
     Args:
-        pickled: the bytes of ``.metadata`` before the seal.
+        metadata: the bytes of ``.metadata``.
         save_id: the id of the save that wrote ``.metadata``.
         manifest: the checksum of the manifest file.
         is_intact: whether the checksum of ``.metadata`` in the seal is right.
     """
 
-    pickled: bytes
+    metadata: bytes
     save_id: str
     manifest: bytes
     is_intact: bool
 
+    @property
+    def pickled(self) -> bytes:
+        """The bytes of ``.metadata`` before the seal."""
+        return self.metadata[:-_LENGTH]
 
-def add_seal(pickled: bytes, save_id: str, manifest: bytes) -> bytes:
-    """Return the bytes of ``.metadata``.
+
+class SealedPieces:
+    """The bytes of ``.metadata``, in pieces: DCP's pickle, and the seal. They can be taken once.
 
     Args:
-        pickled: DCP's metadata, pickled.
+        pickled: DCP's metadata, pickled, in pieces.
         save_id: the id of the save.
-        manifest: the bytes of the manifest file.
+        manifest: the checksum of the manifest file.
     """
-    data = pickled + f"\ntorch_xla_ckpt {save_id} {checksum(manifest).hex()} ".encode()
-    return data + checksum(data).hex().encode() + b"\n"
+
+    def __init__(self, pickled: Iterable[Bytes], save_id: str, manifest: bytes):
+        self._pickled = pickled
+        self._line = f"\ntorch_xla_ckpt {save_id} {manifest.hex()} ".encode()
+        self._seal: bytes | None = None
+
+    def __iter__(self) -> Iterator[Bytes]:
+        hasher = xxhash.xxh3_64()
+        for piece in self._pickled:
+            hasher.update(piece)
+            yield piece
+        hasher.update(self._line)
+        self._seal = self._line + hasher.hexdigest().encode() + b"\n"
+        yield self._seal
+
+    def is_at(self, ending: bytes) -> bool:
+        """Whether a file with this ending has these bytes: the seal holds the checksum of all of them."""
+        return self._seal is not None and ending.endswith(self._seal)
 
 
 def read_seal(metadata: bytes) -> Seal | None:
@@ -54,11 +79,14 @@ def read_seal(metadata: bytes) -> Seal | None:
     match = _SEAL.fullmatch(metadata, max(len(metadata) - _LENGTH, 0))
     if match is None:
         return None
-    pickled, save_id = metadata[:-_LENGTH], match[1].decode()
+    save_id = match[1].decode()
     first, second = (bytes.fromhex(found.decode()) for found in match.groups()[1:])
-    if checksum(pickled) == first:  # as the first versions wrote it: the checksum of the pickle, then the manifest's
-        return Seal(pickled, save_id, second, is_intact=True)
-    return Seal(pickled, save_id, first, checksum(metadata[:-_OWN_CHECKSUM_LENGTH]) == second)
+    view = memoryview(metadata)
+    if checksum(view[:-_OWN_CHECKSUM_LENGTH]) == second:
+        return Seal(metadata, save_id, first, is_intact=True)
+    if checksum(view[:-_LENGTH]) == first:  # as the first versions wrote it: the checksum of the pickle comes first
+        return Seal(metadata, save_id, second, is_intact=True)
+    return Seal(metadata, save_id, first, is_intact=False)
 
 
 def sealed_save_id(ending: bytes) -> str | None:

@@ -31,6 +31,7 @@ class WriteJob(NamedTuple):
         sharding: the sharding of the tensor, for people; None if the planner does not tell.
         nbytes: the bytes of the tensor; 0 for an object.
         held: the bytes to give back to the memory budget when the item is written.
+        number: the item's position in the plan.
     """
 
     item: WriteItem
@@ -38,6 +39,7 @@ class WriteJob(NamedTuple):
     sharding: str | None
     nbytes: int
     held: int
+    number: int
 
     @property
     def payload(self) -> int:
@@ -81,7 +83,7 @@ def batches(
         return item.index.fqn, 0 if source is None else source.part(item)
 
     batch: list[WriteJob] = []
-    waiting = 0
+    waiting = position = 0
     for (key, part), group in groupby(items, part_of):
         together = list(group)
         sizes = list(map(tensor_bytes, together))
@@ -102,7 +104,8 @@ def batches(
             held = left if number == len(together) else min(nbytes, left)
             left -= held
             data = _fetch(item, planner, timeline) if nbytes >= SMALL else planner.resolve_data(item)
-            batch.append(WriteJob(item, data, sharding, nbytes, held))
+            batch.append(WriteJob(item, data, sharding, nbytes, held, position))
+            position += 1
             waiting += batch[-1].payload
             if waiting >= most_bytes or len(batch) >= most_items:
                 yield batch

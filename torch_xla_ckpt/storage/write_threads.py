@@ -59,14 +59,17 @@ class WriteThreads:
         self._progress = progress
         self._timeline = timeline
         self._queue: queue.SimpleQueue[list[WriteJob] | None] = queue.SimpleQueue()
-        self._results: list[WriteResult] = []
+        self._results: list[tuple[int, WriteResult]] = []
         self._failures: list[BaseException] = []
         self._opened: list[DataFile] = []
         # Events, because Python considers a thread ended when an interrupt breaks off join().
         self._ends: list[threading.Event] = []
 
-    def write(self, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+    def write(self, items: Sequence[WriteItem], planner: SavePlanner) -> list[tuple[int, WriteResult]]:
         """Write all items. If this raises, no file is left and no thread runs any more.
+
+        Returns:
+            What was written, with the position of each item in ``items``.
 
         Raises:
             BaseException: what the planner or a thread raised first, or an interrupt.
@@ -131,7 +134,7 @@ class WriteThreads:
         if file is not None and not self._failures:
             file.close()
 
-    def _write_item(self, job: WriteJob, file: DataFile) -> WriteResult:
+    def _write_item(self, job: WriteJob, file: DataFile) -> tuple[int, WriteResult]:
         if isinstance(job.data, torch.Tensor):
             try:
                 parts, data = item_of(job.data)
@@ -141,7 +144,7 @@ class WriteThreads:
             parts, data = (job.data.getbuffer(),), None
         stored = file.append(parts, data, job.sharding)
         self._progress.advance(job.nbytes)
-        return WriteResult(job.item.index, stored.length, stored)
+        return job.number, WriteResult(job.item.index, stored.length, stored)
 
     def _fail(self, error: BaseException) -> None:
         self._failures.append(error)

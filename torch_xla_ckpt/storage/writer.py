@@ -18,29 +18,40 @@ from importlib import metadata as distributions
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import StorageWriter
 from torch.futures import Future
 
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
+from torch_xla_ckpt.layout import Integers
 from torch_xla_ckpt.reports import LOCK, RequestCounts, Timeline
 from torch_xla_ckpt.runtime import without_collector
-from torch_xla_ckpt.serialization import pickled_metadata
 from torch_xla_ckpt.storage import commit, path_lock
-from torch_xla_ckpt.storage.data_file import DataFiles, file_sizes
+from torch_xla_ckpt.storage.data_file import DataFiles
 from torch_xla_ckpt.storage.file_names import new_save_id
 from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.lease import Holder
 from torch_xla_ckpt.storage.limits import check_limits, default_threads, request_bytes
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, path_mismatch
-from torch_xla_ckpt.storage.manifest import Manifest, check_user_metadata
+from torch_xla_ckpt.storage.manifest import check_user_metadata
 from torch_xla_ckpt.storage.memory_budget import MemoryBudget
+from torch_xla_ckpt.storage.places import (
+    Places,
+    StorageEntries,
+    Written,
+    WrittenItems,
+    placed,
+    unplaced,
+    written_bytes,
+    written_sizes,
+)
 from torch_xla_ckpt.storage.progress import Progress
+from torch_xla_ckpt.storage.records import Records
 from torch_xla_ckpt.storage.save_phases import SavePhases
-from torch_xla_ckpt.storage.saved_metadata import plain, shortened
-from torch_xla_ckpt.storage.stored import Stored
+from torch_xla_ckpt.storage.saved_metadata import plain, send_as_arrays, shortened
+from torch_xla_ckpt.storage.stored import BLOCK
 from torch_xla_ckpt.storage.write_jobs import tensor_bytes
 from torch_xla_ckpt.storage.write_threads import WriteThreads
 
@@ -140,6 +151,7 @@ class ShardWriter(StorageWriter):
         self._save_id = ""
         self._start: commit.SaveStart | None = None  # only on the coordinator
         self._processes = 1
+        self._items: list[_dcp.AssignedItems | None] = []  # of each rank, on the coordinator
         self._mismatch = ""  # names the path of each rank, if the paths differ
         self.reset(path)
 
@@ -192,12 +204,13 @@ class ShardWriter(StorageWriter):
         self._mismatch = path_mismatch("saves", "to", [info.path for info in infos if info.path], first)
         if self._mismatch:
             logger.warning("%s", self._mismatch)
+        self._items = [plan.items if isinstance(plan.items, _dcp.AssignedItems) else None for plan in plans]
         return [
             replace(plan, storage_data=_SaveInfo(self._save_id, rank, info.nonce))
             for rank, (plan, info) in enumerate(zip(plans, infos), first)
         ]
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Written]:  # type: ignore[override]
         self._phases.planned()
         try:
             results = self._write(plan, planner)
@@ -207,24 +220,27 @@ class ShardWriter(StorageWriter):
             elif self._start is not None:  # other processes may still write: ``abandon`` or the next save removes files
                 self._start.lease.end()
             raise
-        self._phases.written(sum(result.size_in_bytes for result in results))
-        done: Future[list[WriteResult]] = Future()
+        self._phases.written(written_bytes(results))
+        done: Future[Written] = Future()
         done.set_result(results)
         return done
 
     @without_collector
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: Metadata, results: list[Written]) -> None:  # type: ignore[override]
         start = self._start
         if start is None:
             raise CheckpointError("this writer has no save under way; call prepare_global_plan first")
-        stored = {result.index: result.storage_data for own in results for result in own}
-        entries = _entries(stored)
-        finished = _dcp.finished(plain(metadata), stored, self.storage_meta())
+        finished = _dcp.finished(plain(metadata), None, self.storage_meta())
         try:
             with self._phases.timeline.span("commit"):
-                _require_all(finished)
-                pickled = pickled_metadata(replace(finished, storage_data=entries))
-                commit.publish(self._folder, self._manifest(finished), pickled, self._own_rank, start=start)
+                files = written_sizes(results)
+                catalog, listed, rows = self._catalog_of(finished, results)
+                places = placed(catalog, list(files), listed, rows)
+                _require_all(catalog, places)
+                records = Records(finished, catalog, places, files)
+                manifest, pickled = records.manifest(self._head()), records.pickled()
+                commit.publish(self._folder, self._save_id, files, manifest, pickled, self._own_rank, start=start)
+                records.keep()
         except BaseException as error:
             if isinstance(error, CheckpointError) and self._mismatch:
                 error.args = (f"{error}. {self._mismatch}", *error.args[1:])
@@ -232,10 +248,12 @@ class ShardWriter(StorageWriter):
             raise
         with self._phases.timeline.span("remove old files"):
             commit.finish(self._folder, self._save_id, start)
-        self._start = None
+        self._start, self._items = None, []
         # DCP returns this object from ``save``.
-        metadata.storage_data, metadata.storage_meta = entries, finished.storage_meta
+        metadata.storage_data, metadata.storage_meta = StorageEntries(catalog, places), finished.storage_meta
         self.shorten(metadata)
+        if self._processes > 1:
+            send_as_arrays(metadata)
 
     def shorten(self, metadata: Metadata) -> Metadata:
         """Let the metadata of the last save print as one line, and return it.
@@ -263,7 +281,7 @@ class ShardWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return isinstance(checkpoint_id, (str, os.PathLike))
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> Written:
         info: _SaveInfo = plan.storage_data
         if info.nonce != self._nonce:
             raise CheckpointError(
@@ -287,42 +305,57 @@ class ShardWriter(StorageWriter):
         try:
             self._folder.flush()
         except BaseException:
-            self._folder.remove(list(file_sizes(result.storage_data for result in results)))
+            self._folder.remove(sorted({result.storage_data.relative_path for _, result in results}))
             raise
-        return results
+        if isinstance(plan.items, _dcp.Items):
+            return WrittenItems.of([(number, result.storage_data) for number, result in results])
+        return [result for _, result in results]
 
-    def _manifest(self, finished: Metadata) -> Manifest:
-        return Manifest(
-            save_id=self._save_id,
-            time=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            step=self._step,
-            user_metadata=self._user_metadata,
-            software=_software(),
-            metadata=finished,
-            files=dict(sorted(file_sizes(finished.storage_data.values()).items())),
-            writer=str(Holder.here()),
-        )
+    def _catalog_of(
+        self, metadata: Metadata, results: list[Written]
+    ) -> tuple[_dcp.Catalog, list[Written], list[Integers | None]]:
+        """Return everything that the checkpoint holds, the results, and the rows of the items in each rank's plan."""
+        catalogs = [items.catalog for items in self._items if items is not None]
+        if len(catalogs) == len(results) and catalogs[0].describes(metadata):
+            return catalogs[0], results, [None if items is None else items.rows for items in self._items]
+        # Another planner planned the save, or a subclass of ours has changed the metadata.
+        listed = [
+            own.results(items) if isinstance(own, WrittenItems) and items is not None else own
+            for own, items in zip(results, self._items)
+        ]
+        shardings = {entry.key: entry.sharding for catalog in catalogs[:1] for entry in catalog.entries}
+        for result in (result for own in listed if not isinstance(own, WrittenItems) for result in own):
+            if result.storage_data.sharding:
+                shardings[result.index.fqn] = result.storage_data.sharding
+        return _dcp.Catalog.of(metadata, shardings), listed, [None] * len(results)
+
+    def _head(self) -> dict[str, Any]:
+        """Return the members of the manifest that tell about the save as a whole."""
+        return {
+            "save_id": self._save_id,
+            "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "step": self._step,
+            "user_metadata": self._user_metadata,
+            "software": _software(),
+            "writer": str(Holder.here()),
+            "block": BLOCK,
+        }
 
 
-def _require_all(metadata: Metadata) -> None:
+def _require_all(catalog: _dcp.Catalog, places: Places) -> None:
     """Check before the commit that every listed item is in a data file.
 
     Raises:
         IncompleteCheckpointError: naming the keys of missing items.
     """
-    lost = _dcp.unstored(metadata, metadata.state_dict_metadata)
+    lost = unplaced(catalog, places)
     if lost:
         raise IncompleteCheckpointError(
             "the checkpoint was not committed, because no process wrote all of "
-            + ", ".join(f"{key!r} ({len(parts)} of its parts are missing)" for key, parts in lost.items())
+            + ", ".join(f"{key!r} ({parts} of its parts are missing)" for key, parts in lost.items())
             + ". The planner assigned these parts to no process. Save with SPMDSavePlanner or DCP's own planner",
             keys=tuple(lost),
         )
-
-
-def _entries(stored: Mapping[MetadataIndex, Stored]) -> dict[MetadataIndex, Any]:
-    """Return where items are stored, as entries of stock DCP's ``storage_data``."""
-    return {index: _dcp.storage_info(item.relative_path, item.offset, item.length) for index, item in stored.items()}
 
 
 def _software() -> dict[str, str]:

@@ -1,0 +1,1 @@
+"""The parts of ``scripts/benchmarks/pod``: saves and loads of a pod, simulated on one machine."""
