@@ -74,10 +74,12 @@ class Exchange:
             if self._is_aborted:
                 return
             self._is_aborted = True
-        others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
-        # A wait that takes too long closes the connections of a gloo group, and gloo has no other way to do so.
-        with suppress(RuntimeError, OtherRankError):
-            self.receive(np.empty(1, dtype=np.uint8), others[0], _TAG_OF_ABORT).wait(_ABORT)
+        # A wait that takes too long closes all connections of a gloo group, and gloo has no other way to do so. It must
+        # be a wait for a rank whose connection is still there.
+        for rank in range(len(self._ranks)):
+            if rank != self._rank:
+                with suppress(RuntimeError, OtherRankError):
+                    self.receive(np.empty(1, dtype=np.uint8), rank, _TAG_OF_ABORT).wait(_ABORT)
 
     def close(self) -> None:
         """Close the connections. All ranks must have ended their waits."""

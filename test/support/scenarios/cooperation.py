@@ -195,7 +195,8 @@ def damaged_bytes(rank, world, folder):
     """Damage in the store is named with its key and file on all ranks. Damage in what one rank gets is read again."""
     state = empty_state()
     with a_store(folder) as store:
-        (name,) = [name for name in store.names("checkpoint") if name.endswith(".distcp")]
+        files = [name for name in store.names("checkpoint") if name.endswith(".distcp")]
+        name = max(files, key=lambda name: len(store[f"checkpoint/{name}"]))
         whole = store[f"checkpoint/{name}"]
         middle = len(whole) // 2
         store[f"checkpoint/{name}"] = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
