@@ -1,4 +1,4 @@
-"""Bytes that several processes read from a simulated object store, and the time of a load, if they read together or not.
+"""Bytes that processes read from a simulated object store, and the time of a load, with and without reading together.
 
 Every process loads the whole state into host memory, as data-parallel replicas do, and compares every bit. A process
 is a host with a store of its own in its memory (``test/support/simulated_store.py``): the objects are the same, and a

@@ -74,18 +74,22 @@ def test_each_byte_is_read_once_by_a_rank_that_needs_it(load):
         return
     read = []
     for rank, (share, mine) in enumerate(zip(shares, own)):
-        received = [block for block in share.blocks if block.reader != rank]
-        got = [elements([(block.file, block.start, block.stop)], unit) for block in received]
-        assert sum(map(len, got)) == len(set().union(*got)), "a block arrives twice"
+        received = [parcel for parcel in share.parcels if parcel.reader != rank]
+        got = [elements([(parcel.file, parcel.start, parcel.stop)], unit) for parcel in received]
+        assert sum(map(len, got)) == len(set().union(*got)), "a parcel arrives twice"
         assert set().union(*got) <= mine, "a rank gets what it does not need"
         read.append(mine - set().union(*got))
     for rank, share in enumerate(shares):
-        for block in share.blocks:
-            assert rank in (block.reader, *block.receivers) and block.reader not in block.receivers and block.receivers
-            assert elements([(block.file, block.start, block.stop)], unit) <= read[block.reader]
-            assert all(block in shares[other].blocks for other in (block.reader, *block.receivers))
-            item = next(i for i in items if i[2] == block.file and i[3] <= block.start < i[4])
-            assert (block.start - item[3]) % CUT == 0, "a cut inside of a checksum's block"
+        for parcel in share.parcels:
+            assert (
+                rank in (parcel.reader, *parcel.receivers)
+                and parcel.reader not in parcel.receivers
+                and parcel.receivers
+            )
+            assert elements([(parcel.file, parcel.start, parcel.stop)], unit) <= read[parcel.reader]
+            assert all(parcel in shares[other].parcels for other in (parcel.reader, *parcel.receivers))
+            item = next(i for i in items if i[2] == parcel.file and i[3] <= parcel.start < i[4])
+            assert (parcel.start - item[3]) % CUT == 0, "a cut inside of a checksum's block"
     assert sum(map(len, read)) == len(everything)
 
 
@@ -105,9 +109,9 @@ def test_no_rank_waits_for_ever_even_if_each_holds_one_round_at_a_time(load):
             or kinds.min() == kinds.max()
             or share.rounds[kinds == 0].max() < share.rounds[kinds == 1].min()
         ), "objects come first"
-        for block in share.blocks:
-            (item,) = (i for i in items if i[2] == block.file and i[3] <= block.start < i[4])
-            assert in_round[one.files.index(item[2]), item[3]] == block.round
+        for parcel in share.parcels:
+            (item,) = (i for i in items if i[2] == parcel.file and i[3] <= parcel.start < i[4])
+            assert in_round[one.files.index(item[2]), item[3]] == parcel.round
     todo = [sorted(set(share.rounds.tolist())) for share in shares]
     while any(todo):
         begun = [own[0] if own else None for own in todo]
@@ -121,9 +125,9 @@ def test_no_rank_waits_for_ever_even_if_each_holds_one_round_at_a_time(load):
             if own
             and all(
                 has_begun(other, own[0])
-                for block in shares[rank].blocks
-                if block.round == own[0]
-                for other in (block.reader, *block.receivers)
+                for parcel in shares[rank].parcels
+                if parcel.round == own[0]
+                for other in (parcel.reader, *parcel.receivers)
             )
         ]
         assert done, "all ranks wait"
@@ -135,8 +139,8 @@ def test_no_rank_waits_for_ever_even_if_each_holds_one_round_at_a_time(load):
 def test_ranks_read_equal_parts(world):
     shares = assign(all_bytes(max(400, 10 * world), 3 * MIB + 64, world))
     read = np.zeros(world)
-    for block in shares[0].blocks:
-        read[block.reader] += block.nbytes
+    for parcel in shares[0].parcels:
+        read[parcel.reader] += parcel.nbytes
     assert read.max() <= 1.15 * read.mean(), read
 
 
@@ -144,7 +148,7 @@ def test_a_rank_with_much_of_its_own_reads_less_for_others():
     items = [(True, n, "file", n * 8 * MIB, (n + 1) * 8 * MIB) for n in range(8)]
     both = {n: [items[n][3:]] for n in range(4)}
     shares = assign(needs(items, [both | {n: [items[n][3:]] for n in range(4, 8)}, both]))
-    assert {block.reader for block in shares[0].blocks} == {1}
+    assert {parcel.reader for parcel in shares[0].parcels} == {1}
 
 
 def test_rounds_fit_into_the_smallest_memory_budget():
@@ -166,4 +170,4 @@ def test_what_is_not_worthwhile_is_not_shared():
 
 def test_neighbouring_small_items_are_read_by_one_rank():
     shares = assign(all_bytes(4096, 4096, 4))
-    assert len(shares[0].blocks) <= 8
+    assert len(shares[0].parcels) <= 8

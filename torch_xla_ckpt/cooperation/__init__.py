@@ -10,6 +10,6 @@ Nothing in this room opens a file or knows a checkpoint's format.
 from torch_xla_ckpt.cooperation.assignment import assign
 from torch_xla_ckpt.cooperation.cooperation import Cooperation, agree
 from torch_xla_ckpt.cooperation.exchange import Exchange, RoundOfMessages
-from torch_xla_ckpt.cooperation.needs import Needs, Share, SharedBlock
+from torch_xla_ckpt.cooperation.needs import Needs, Parcel, Share
 
-__all__ = ["Cooperation", "Exchange", "Needs", "RoundOfMessages", "Share", "SharedBlock", "agree", "assign"]
+__all__ = ["Cooperation", "Exchange", "Needs", "Parcel", "RoundOfMessages", "Share", "agree", "assign"]

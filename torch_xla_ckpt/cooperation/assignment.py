@@ -1,6 +1,6 @@
 """The coordinator's choice of a reader for each byte range that several ranks need.
 
-All ranks handle items in the same order, cut into rounds. A block belongs to one round, and a rank handles a round as
+All ranks handle items in the same order, cut into rounds. A parcel belongs to one round, and a rank handles a round as
 a whole. So the first round that is not finished never waits for a later one, and no rank waits for ever, whatever the
 ranks' memory budgets are.
 """
@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from torch_xla_ckpt.cooperation.needs import Needs, Share, SharedBlock
+from torch_xla_ckpt.cooperation.needs import Needs, Parcel, Share
 from torch_xla_ckpt.layout import Integers
 
 CUT = 4 << 20
-"""Multiples of this many bytes from a range's start where a range may be cut: checksums cover whole blocks."""
-_MOST_BYTES = 16 << 20  # of a shared block
-_PIECES = 4  # blocks for each rank, so that the last ones to arrive are not late
+"""A range may be cut at multiples of this many bytes from its start. A checksum covers a block of as many bytes."""
+_MOST_BYTES = 16 << 20  # of a parcel
+_PARCELS = 4  # parcels for each rank, so that the last ones to arrive are not late
 _BUDGET_SHARE = 4  # rounds that fit into the memory budget
 _ROUND_ITEMS = 1024
 _SLICE = 1 << 16  # numbers of a table of intervals and ranks that are handled at a time
@@ -45,14 +45,14 @@ def assign(needs: Sequence[Needs], least_bytes: int = 0) -> list[Share] | None:
     if saved <= 0 or saved < least_bytes:
         return None
     shared_bytes = int(parts.nbytes[shared].sum())
-    most = min(max(CUT, shared_bytes // (_PIECES * len(needs)) // CUT * CUT), _MOST_BYTES)
+    most = min(max(CUT, shared_bytes // (_PARCELS * len(needs)) // CUT * CUT), _MOST_BYTES)
     budget = min(one.memory_budget for one in needs)
     rounds = _rounds(items, parts, max(1, min(len(needs) * most, budget // _BUDGET_SHARE)))
-    blocks = _with_readers(_runs(parts, shared, rounds, most), items.files, parts)
-    own: list[list[SharedBlock]] = [[] for _ in needs]
-    for block in blocks:
-        for rank in (block.reader, *block.receivers):
-            own[rank].append(block)
+    parcels = _with_readers(_runs(parts, shared, rounds, most), items.files, parts)
+    own: list[list[Parcel]] = [[] for _ in needs]
+    for parcel in parcels:
+        for rank in (parcel.reader, *parcel.receivers):
+            own[rank].append(parcel)
     return [Share(rounds[positions], tuple(mine)) for positions, mine in zip(items.positions, own)]
 
 
@@ -213,10 +213,10 @@ def _runs(parts: _Intervals, shared: _Flags, rounds: Integers, most: int) -> tup
 
 def _with_readers(
     found: tuple[list[_Run], list[Integers]], files: Sequence[str], parts: _Intervals
-) -> Iterator[SharedBlock]:
+) -> Iterator[Parcel]:
     """Yield the runs with their readers: the rank of each group that reads the fewest bytes so far.
 
-    A rank that has begun to read small runs goes on until it has read as much as one large block. So neighbouring
+    A rank that has begun to read small runs goes on until it has read as much as one large parcel. So neighbouring
     bytes are read together.
     """
     runs, groups = found
@@ -230,4 +230,4 @@ def _with_readers(
         left -= nbytes
         load[reader] += nbytes
         receivers = tuple(int(rank) for rank in ranks if rank != reader)
-        yield SharedBlock(number, run.round, files[run.file], run.start, run.stop, reader, receivers)
+        yield Parcel(number, run.round, files[run.file], run.start, run.stop, reader, receivers)

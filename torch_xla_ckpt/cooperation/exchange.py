@@ -1,7 +1,7 @@
-"""Passing blocks of bytes between ranks, over a gloo group that serves one load.
+"""Passing parcels of bytes between ranks, over a gloo group that serves one load.
 
 gloo has no way to cancel an operation, and takes a message that is too short for a whole one. So each rank sends the
-checksums of its blocks beside them. A rank that fails closes its connections, which ends the waits of all other ranks.
+checksums of its parcels beside them. A rank that fails closes its connections, which ends the waits of all other ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from torch_xla_ckpt.cooperation.needs import SharedBlock
+from torch_xla_ckpt.cooperation.needs import Parcel
 from torch_xla_ckpt.errors import OtherRankError
 
 AnyBytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -108,64 +108,64 @@ class RoundOfMessages:
     Args:
         exchange: the connections.
         rank: this rank, as numbered in the group.
-        blocks: the blocks of the round that this rank reads for others or gets from others, in order.
+        parcels: the parcels of the round that this rank reads for others or gets from others, in order.
     """
 
-    def __init__(self, exchange: Exchange, rank: int, blocks: list[SharedBlock]):
+    def __init__(self, exchange: Exchange, rank: int, parcels: list[Parcel]):
         self._exchange = exchange
-        self._sent: dict[int, list[SharedBlock]] = defaultdict(list)
-        self._expected: dict[int, list[SharedBlock]] = defaultdict(list)
-        for block in blocks:
-            if block.reader == rank:
-                for receiver in block.receivers:
-                    self._sent[receiver].append(block)
+        self._sent: dict[int, list[Parcel]] = defaultdict(list)
+        self._expected: dict[int, list[Parcel]] = defaultdict(list)
+        for parcel in parcels:
+            if parcel.reader == rank:
+                for receiver in parcel.receivers:
+                    self._sent[receiver].append(parcel)
             else:
-                self._expected[block.reader].append(block)
+                self._expected[parcel.reader].append(parcel)
         self._sending: list[tuple[dist.Work, int, str]] = []
         self._receiving: list[tuple[dist.Work, int, str]] = []
         self._digests: dict[int, AnyBytes] = {}
         self._arrays: Mapping[int, AnyBytes] = {}
 
     @property
-    def outgoing(self) -> list[SharedBlock]:
-        """The blocks that this rank reads for others."""
-        return list({block.number: block for blocks in self._sent.values() for block in blocks}.values())
+    def outgoing(self) -> list[Parcel]:
+        """The parcels that this rank reads for others."""
+        return list({parcel.number: parcel for parcels in self._sent.values() for parcel in parcels}.values())
 
     @property
-    def incoming(self) -> list[SharedBlock]:
-        """The blocks that this rank gets from others."""
-        return [block for blocks in self._expected.values() for block in blocks]
+    def incoming(self) -> list[Parcel]:
+        """The parcels that this rank gets from others."""
+        return [parcel for parcels in self._expected.values() for parcel in parcels]
 
     def send(self, arrays: Mapping[int, AnyBytes]) -> None:
         """Begin to send. The arrays must stay as they are until ``finish`` returns.
 
         Args:
-            arrays: the bytes of each outgoing block, by its number.
+            arrays: the bytes of each outgoing parcel, by its number.
         """
         digests = {number: np.frombuffer(xxhash.xxh3_64_digest(data.data), np.uint8) for number, data in arrays.items()}
-        for receiver, blocks in self._sent.items():
-            table = np.concatenate([digests[block.number] for block in blocks])
-            self._sending.append((self._exchange.send(table, receiver, _tag(blocks[0], True)), receiver, "checksums"))
-            for block in blocks:
-                work = self._exchange.send(arrays[block.number], receiver, _tag(block, False))
-                self._sending.append((work, receiver, block.file))
+        for receiver, parcels in self._sent.items():
+            table = np.concatenate([digests[parcel.number] for parcel in parcels])
+            self._sending.append((self._exchange.send(table, receiver, _tag(parcels[0], True)), receiver, "checksums"))
+            for parcel in parcels:
+                work = self._exchange.send(arrays[parcel.number], receiver, _tag(parcel, False))
+                self._sending.append((work, receiver, parcel.file))
 
     def receive(self, arrays: Mapping[int, AnyBytes]) -> None:
         """Begin to receive.
 
         Args:
-            arrays: the memory for each incoming block, by its number.
+            arrays: the memory for each incoming parcel, by its number.
         """
         self._arrays = arrays
-        for reader, blocks in self._expected.items():
-            table = self._digests[reader] = np.zeros(8 * len(blocks), dtype=np.uint8)
-            self._receiving.append((self._exchange.receive(table, reader, _tag(blocks[0], True)), reader, "checksums"))
-            for block in blocks:
-                work = self._exchange.receive(arrays[block.number], reader, _tag(block, False))
-                self._receiving.append((work, reader, block.file))
+        for reader, parcels in self._expected.items():
+            table = self._digests[reader] = np.zeros(8 * len(parcels), dtype=np.uint8)
+            self._receiving.append((self._exchange.receive(table, reader, _tag(parcels[0], True)), reader, "checksums"))
+            for parcel in parcels:
+                work = self._exchange.receive(arrays[parcel.number], reader, _tag(parcel, False))
+                self._receiving.append((work, reader, parcel.file))
 
-    def received(self) -> list[SharedBlock]:
-        """Wait for all incoming blocks. Return those that have not arrived as they were sent.
+    def received(self) -> list[Parcel]:
+        """Wait for all incoming parcels. Return those that have not arrived as they were sent.
 
         Raises:
             OtherRankError: another rank failed or left.
@@ -174,10 +174,10 @@ class RoundOfMessages:
             self._exchange.wait(work, reader, what)
         self._receiving.clear()
         return [
-            block
-            for reader, blocks in self._expected.items()
-            for block, digest in zip(blocks, self._digests[reader].reshape(-1, 8))
-            if xxhash.xxh3_64_digest(self._arrays[block.number].data) != digest.tobytes()
+            parcel
+            for reader, parcels in self._expected.items()
+            for parcel, digest in zip(parcels, self._digests[reader].reshape(-1, 8))
+            if xxhash.xxh3_64_digest(self._arrays[parcel.number].data) != digest.tobytes()
         ]
 
     def finish(self) -> None:
@@ -191,9 +191,9 @@ class RoundOfMessages:
         self._sending.clear()
 
 
-def _tag(block: SharedBlock, digests: bool) -> int:
-    """Return the number by which both ranks know a message. The first block's number stands for the checksums."""
-    return 2 * block.number + 2 + digests
+def _tag(parcel: Parcel, digests: bool) -> int:
+    """Return the number by which both ranks know a message. The first parcel's number stands for the checksums."""
+    return 2 * parcel.number + 2 + digests
 
 
 def _tensor(data: AnyBytes) -> torch.Tensor:

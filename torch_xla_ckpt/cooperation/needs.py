@@ -56,16 +56,16 @@ class Needs:
         )
 
 
-class SharedBlock(NamedTuple):
-    """Bytes of a file that several ranks need. One of them reads the bytes and passes them on.
+class Parcel(NamedTuple):
+    """Bytes of a file that several ranks need. One of them reads the bytes, and sends them to the others.
 
     Args:
-        number: the block's number, the same on all ranks.
-        round: the round in which the block is passed on.
+        number: the parcel's number, the same on all ranks.
+        round: the round in which the parcel is passed on.
         file: the file's name.
         start, stop: the bytes in the file.
-        reader: the rank that reads the block, as numbered in the group.
-        receivers: the other ranks that need the block.
+        reader: the rank that reads the parcel, as numbered in the group.
+        receivers: the other ranks that need the parcel.
     """
 
     number: int
@@ -78,7 +78,7 @@ class SharedBlock(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the block."""
+        """The bytes of the parcel."""
         return self.stop - self.start
 
 
@@ -89,8 +89,8 @@ class Share:
     Args:
         rounds: for each item of the rank's needs, the round in which the rank handles it. All ranks handle the rounds
             in ascending order.
-        blocks: the blocks that the rank reads for others or gets from others, in the order of their numbers.
+        parcels: the parcels that the rank reads for others or gets from others, in the order of their numbers.
     """
 
     rounds: Integers
-    blocks: tuple[SharedBlock, ...]
+    parcels: tuple[Parcel, ...]

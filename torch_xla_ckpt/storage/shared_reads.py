@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torch_xla_ckpt.cooperation import Exchange, Needs, RoundOfMessages, Share, SharedBlock
+from torch_xla_ckpt.cooperation import Exchange, Needs, Parcel, RoundOfMessages, Share
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.protocols import Folder, Window
 from torch_xla_ckpt.storage.ranges import MAX_GAP, Range, merged
@@ -62,8 +62,8 @@ def shared_jobs(reads: Sequence[KeyReads], plan: SharedPlan, remote: bool) -> It
             by_round[plan.round_of(item)].append((key_reads, item))
     begun: set[int] = set()
     for number, items in sorted(by_round.items(), key=lambda entry: entry[0]):
-        blocks = plan.blocks.get(number, [])
-        job = ReadJob(items, round=number, working_bytes=sum(block.nbytes for block in blocks))
+        parcels = plan.parcels.get(number, [])
+        job = ReadJob(items, round=number, working_bytes=sum(parcel.nbytes for parcel in parcels))
         for key_reads, item in items:
             if id(key_reads) not in begun:
                 begun.add(id(key_reads))
@@ -71,7 +71,7 @@ def shared_jobs(reads: Sequence[KeyReads], plan: SharedPlan, remote: bool) -> It
             length = item.stored.extent if item.needed_bytes else 0
             if not item.is_plain_tensor:
                 job.working_bytes += 2 * length  # unpickling copies the bytes twice
-            elif remote or blocks:
+            elif remote or parcels:
                 job.working_bytes += length
         yield job
 
@@ -88,9 +88,9 @@ class SharedPlan:
     def __init__(self, share: Share, positions: Sequence[Position], rank: int):
         self.rank = rank
         self._rounds = dict(zip(positions, share.rounds.tolist()))
-        self.blocks: Mapping[int, list[SharedBlock]] = defaultdict(list)
-        for block in share.blocks:
-            self.blocks[block.round].append(block)
+        self.parcels: Mapping[int, list[Parcel]] = defaultdict(list)
+        for parcel in share.parcels:
+            self.parcels[parcel.round].append(parcel)
 
     def round_of(self, item: ItemRead) -> int:
         """Return the round in which an item is read."""
@@ -122,10 +122,10 @@ class SharedJobReader(JobReader):
             OtherRankError: another rank failed or left.
         """
         number = _NO_ROUND if job.round is None else job.round
-        blocks = self._plan.blocks.get(number)
-        if not blocks:
+        parcels = self._plan.parcels.get(number)
+        if not parcels:
             return super().read(job)
-        messages = self._messages[number] = RoundOfMessages(self._exchange, self._plan.rank, blocks)
+        messages = self._messages[number] = RoundOfMessages(self._exchange, self._plan.rank, parcels)
         results = super().read(job)
         messages.finish()  # a planner may use the memory for something else after the commit
         del self._messages[number]
@@ -156,23 +156,23 @@ class SharedJobReader(JobReader):
             for window, part in zip(windows, parts)
         ]
         views = self._own_views(job, items, own, own_windows, numbers)
-        outgoing = {block.number: _writable(_bytes(block, windows, views)) for block in messages.outgoing}
+        outgoing = {parcel.number: _writable(_bytes(parcel, windows, views)) for parcel in messages.outgoing}
         messages.send(outgoing)
         self._make_room(messages.incoming, own_windows, views)
-        arrays = {block.number: _bytes(block, windows, views) for block in messages.incoming}
+        arrays = {parcel.number: _bytes(parcel, windows, views) for parcel in messages.incoming}
         messages.receive(arrays)
-        for block in messages.received():
+        for parcel in messages.received():
             logger.warning(
                 "bytes %s to %s of %s did not arrive as another rank sent them, and are read from %s instead",
-                f"{block.start:,}",
-                f"{block.stop:,}",
-                block.file,
+                f"{parcel.start:,}",
+                f"{parcel.stop:,}",
+                parcel.file,
                 self._folder.url,
             )
-            whole = Window(block.file, block.start, block.stop, ((block.start, block.stop),))
+            whole = Window(parcel.file, parcel.start, parcel.stop, ((parcel.start, parcel.stop),))
             (view,) = self._views([whole], items, job)
-            arrays[block.number][: len(view)] = np.frombuffer(view, dtype=np.uint8)
-        job.bytes_received += sum(block.nbytes for block in messages.incoming)
+            arrays[parcel.number][: len(view)] = np.frombuffer(view, dtype=np.uint8)
+        job.bytes_received += sum(parcel.nbytes for parcel in messages.incoming)
         return views
 
     def _own_views(
@@ -205,10 +205,10 @@ class SharedJobReader(JobReader):
             ) from error
         return views
 
-    def _make_room(self, blocks: Sequence[SharedBlock], windows: Sequence[Window], views: list[memoryview]) -> None:
+    def _make_room(self, parcels: Sequence[Parcel], windows: Sequence[Window], views: list[memoryview]) -> None:
         """Put windows that get bytes from other ranks into memory that may be written to."""
         for number, window in enumerate(windows):
-            is_shared = any(_is_inside(block, window) for block in blocks)
+            is_shared = any(_is_inside(parcel, window) for parcel in parcels)
             if not is_shared or (self._folder.remote and not views[number].readonly):
                 continue
             array = np.empty(window.stop - window.start, dtype=np.uint8)
@@ -218,11 +218,11 @@ class SharedJobReader(JobReader):
             views[number] = array.data
 
 
-def _by_file(blocks: Sequence[SharedBlock]) -> dict[str, list[Range]]:
-    """Return the byte ranges of blocks by file, ascending."""
+def _by_file(parcels: Sequence[Parcel]) -> dict[str, list[Range]]:
+    """Return the byte ranges of parcels by file, ascending."""
     ranges: dict[str, list[Range]] = defaultdict(list)
-    for block in sorted(blocks, key=lambda block: block.start):
-        ranges[block.file].append((block.start, block.stop))
+    for parcel in sorted(parcels, key=lambda parcel: parcel.start):
+        ranges[parcel.file].append((parcel.start, parcel.stop))
     return ranges
 
 
@@ -245,15 +245,15 @@ def _without(wanted: Sequence[Range], taken: Sequence[Range]) -> list[Range]:
     return result
 
 
-def _is_inside(block: SharedBlock, window: Window) -> bool:
-    return block.file == window.name and window.start <= block.start and block.stop <= window.stop
+def _is_inside(parcel: Parcel, window: Window) -> bool:
+    return parcel.file == window.name and window.start <= parcel.start and parcel.stop <= window.stop
 
 
-def _bytes(block: SharedBlock, windows: Sequence[Window], views: Sequence[memoryview]) -> np.ndarray[Any, Any]:
-    """Return the bytes of a block in the window that has them. All bytes of a block are in one window."""
-    number = next(number for number, window in enumerate(windows) if _is_inside(block, window))
+def _bytes(parcel: Parcel, windows: Sequence[Window], views: Sequence[memoryview]) -> np.ndarray[Any, Any]:
+    """Return the bytes of a parcel in the window that has them. All bytes of a parcel are in one window."""
+    number = next(number for number, window in enumerate(windows) if _is_inside(parcel, window))
     start = windows[number].start
-    return np.frombuffer(views[number], dtype=np.uint8)[block.start - start : block.stop - start]
+    return np.frombuffer(views[number], dtype=np.uint8)[parcel.start - start : parcel.stop - start]
 
 
 def _writable(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
