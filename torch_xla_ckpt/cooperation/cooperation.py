@@ -48,11 +48,6 @@ class Cooperation:
         self._doing = doing
         self._exchange: Exchange | None = None
 
-    @property
-    def rank(self) -> int:
-        """This rank, as numbered in the group."""
-        return self._processes.rank
-
     def from_first(self, find: Callable[[], T]) -> T | None:
         """Call ``find`` on the first rank, and return its result on the other ranks. All ranks must call this.
 
@@ -62,7 +57,7 @@ class Cooperation:
         Raises:
             Exception: on the first rank, what ``find`` raised.
         """
-        if self.rank:
+        if self._processes.rank:
             found: T | None = self._processes.from_first(_unused, self._doing)
             return found
         try:

@@ -1,15 +1,18 @@
-"""Passing parcels of bytes between ranks, over a gloo group that serves one load.
+"""Passing parcels between ranks, over a gloo group that serves one load.
 
-gloo has no way to cancel an operation, and takes a message that is too short for a whole one. So each rank sends the
-checksums of its parcels beside them. A rank that fails closes its connections, which ends the waits of all other ranks.
+gloo has no way to cancel an operation. It takes a message that is too short for a whole one, and can forget an operation
+that begins while the other rank closes the connection. So each rank sends the checksums of its parcels beside them.
+Threads that can be left behind wait for gloo. A rank that fails closes its connections. Each rank watches the connection
+to the next rank, and closes its own when that one breaks, so all ranks learn of an error.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -19,12 +22,15 @@ import torch.distributed as dist
 import xxhash
 
 from torch_xla_ckpt.cooperation.needs import Parcel
-from torch_xla_ckpt.errors import OtherRankError
+from torch_xla_ckpt.errors import CheckpointError, OtherRankError
 
 AnyBytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-_ABORT = timedelta(milliseconds=1)
-_TAG_OF_ABORT = 0  # of a message that is never sent
+_AT_ONCE = timedelta(milliseconds=1)
+_AT_THE_END = timedelta(seconds=5)
+_ALWAYS = timedelta(days=365)
+# Tags of messages: one that is never sent, and the one that each rank sends to the rank before it at the end.
+_ABORT, _END, _FIRST = 0, 1, 2
 
 
 class Exchange:
@@ -34,15 +40,27 @@ class Exchange:
         new_group: creates a gloo group of the ranks. All ranks must call it at the same point.
         ranks: the ranks of the group, as numbered in the default group, for errors.
         doing: the operation, for errors.
+
+    Attributes:
+        rank: this rank, as numbered in the group.
+
+    Raises:
+        OtherRankError: a rank did not come.
     """
 
     def __init__(self, new_group: Callable[[], dist.ProcessGroup], ranks: list[int], doing: str):
-        self._group = new_group()
+        try:
+            self._group = new_group()
+        except CheckpointError as error:
+            raise OtherRankError(f"{error}") from error
+        self.rank = dist.get_rank(self._group)
         self._ranks = ranks
-        self._rank = dist.get_rank(self._group)
         self._doing = doing
         self._lock = threading.Lock()
-        self._is_aborted = False
+        self._is_over = False
+        self._waiting: set[Future[None]] = set()
+        end = self.receive(np.zeros(1, dtype=np.uint8), (self.rank + 1) % len(ranks), _END)
+        threading.Thread(target=self._watch, args=(end,), name="cooperation-watch", daemon=True).start()
 
     def send(self, data: AnyBytes, rank: int, tag: int) -> dist.Work:
         """Begin to send bytes to a rank, which must receive the same number of bytes with the same tag."""
@@ -52,45 +70,98 @@ class Exchange:
         """Begin to receive bytes from a rank."""
         return self._begun(lambda: dist.irecv(_tensor(data), group=self._group, group_src=rank, tag=tag), rank)
 
-    def wait(self, work: dist.Work, rank: int, what: str) -> None:
-        """Wait until a rank has sent or received.
+    def wait(self, operations: list[tuple[dist.Work, int, str]]) -> None:
+        """Wait until messages are sent or received.
 
         Args:
-            work: the operation.
-            rank: the other rank, as numbered in the group.
-            what: what is passed on, for the error.
+            operations: each operation with the other rank, as numbered in the group, and with what is passed on, for
+                the error.
 
         Raises:
-            OtherRankError: the other rank failed or left, or did not come in time.
+            OtherRankError: another rank failed or left, or did not come in time.
         """
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise self._error(rank, what, error) from error
+
+        def wait_for_all() -> None:
+            for work, rank, what in operations:
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    raise self._error(rank, what, error) from error
+
+        if operations:
+            self._left_behind_if_over(wait_for_all)
 
     def abort(self) -> None:
         """End all waits of this rank, and the waits of other ranks for this one, with an error."""
         with self._lock:
-            if self._is_aborted:
+            if self._is_over:
                 return
-            self._is_aborted = True
+            self._is_over = True
+            waiting = list(self._waiting)
+        for future in waiting:
+            with suppress(InvalidStateError):
+                future.set_exception(self._error_of_another())
         # A wait that takes too long closes all connections of a gloo group, and gloo has no other way to do so. It must
         # be a wait for a rank whose connection is still there.
         for rank in range(len(self._ranks)):
-            if rank != self._rank:
+            if rank != self.rank:
                 with suppress(RuntimeError, OtherRankError):
-                    self.receive(np.empty(1, dtype=np.uint8), rank, _TAG_OF_ABORT).wait(_ABORT)
+                    self.receive(np.empty(1, dtype=np.uint8), rank, _ABORT).wait(_AT_ONCE)
+
+    @contextmanager
+    def aborted_on_error(self) -> Iterator[None]:
+        """Abort if the block raises."""
+        try:
+            yield
+        except BaseException:
+            self.abort()
+            raise
 
     def close(self) -> None:
         """Close the connections. All ranks must have ended their waits."""
-        with suppress(ValueError, AssertionError, RuntimeError):  # the program has destroyed the group
+        with self._lock:
+            was_over, self._is_over = self._is_over, True
+        with suppress(ValueError, AssertionError, RuntimeError, OtherRankError):  # the program destroyed the group
+            if not was_over:
+                self.send(np.zeros(1, dtype=np.uint8), (self.rank - 1) % len(self._ranks), _END).wait(_AT_THE_END)
             dist.destroy_process_group(self._group)
+
+    def _watch(self, end: dist.Work) -> None:
+        """Wait until the next rank closes its connections, and abort if that is not the end."""
+        try:
+            end.wait(_ALWAYS)
+        except RuntimeError:
+            self.abort()
+
+    def _left_behind_if_over(self, function: Callable[[], None]) -> None:
+        """Call a function in a thread. Leave the thread behind if the exchange is aborted."""
+        done: Future[None] = Future()
+
+        def call() -> None:
+            try:
+                function()
+                with suppress(InvalidStateError):
+                    done.set_result(None)
+            except BaseException as error:
+                with suppress(InvalidStateError):
+                    done.set_exception(error)
+
+        with self._lock:
+            if self._is_over:
+                raise self._error_of_another()
+            self._waiting.add(done)
+        threading.Thread(target=call, name="cooperation-wait", daemon=True).start()
+        try:
+            done.result()
+        finally:
+            with self._lock:
+                self._waiting.discard(done)
 
     def _begun(self, begin: Callable[[], dist.Work | None], rank: int) -> dist.Work:
         try:
             work = begin()
         except RuntimeError as error:
-            raise self._error(rank, "bytes", error) from error
+            raise self._error(rank, "files", error) from error
         assert work is not None, "the rank is in the group"
         return work
 
@@ -101,22 +172,27 @@ class Exchange:
             "that is the reason. If the network between the ranks is slow or not reliable, pass cooperative=False"
         )
 
+    def _error_of_another(self) -> OtherRankError:
+        return OtherRankError(
+            f"{self._doing} failed: another rank, which reads together with this rank, failed or left. Its error is the "
+            "reason"
+        )
+
 
 class RoundOfMessages:
     """The messages of one round on this rank.
 
     Args:
         exchange: the connections.
-        rank: this rank, as numbered in the group.
         parcels: the parcels of the round that this rank reads for others or gets from others, in order.
     """
 
-    def __init__(self, exchange: Exchange, rank: int, parcels: list[Parcel]):
+    def __init__(self, exchange: Exchange, parcels: list[Parcel]):
         self._exchange = exchange
         self._sent: dict[int, list[Parcel]] = defaultdict(list)
         self._expected: dict[int, list[Parcel]] = defaultdict(list)
         for parcel in parcels:
-            if parcel.reader == rank:
+            if parcel.reader == exchange.rank:
                 for receiver in parcel.receivers:
                     self._sent[receiver].append(parcel)
             else:
@@ -170,8 +246,7 @@ class RoundOfMessages:
         Raises:
             OtherRankError: another rank failed or left.
         """
-        for work, reader, what in self._receiving:
-            self._exchange.wait(work, reader, what)
+        self._exchange.wait(self._receiving)
         self._receiving.clear()
         return [
             parcel
@@ -186,14 +261,13 @@ class RoundOfMessages:
         Raises:
             OtherRankError: another rank failed or left.
         """
-        for work, receiver, what in self._sending:
-            self._exchange.wait(work, receiver, what)
+        self._exchange.wait(self._sending)
         self._sending.clear()
 
 
 def _tag(parcel: Parcel, digests: bool) -> int:
     """Return the number by which both ranks know a message. The first parcel's number stands for the checksums."""
-    return 2 * parcel.number + 2 + digests
+    return 2 * parcel.number + _FIRST + digests
 
 
 def _tensor(data: AnyBytes) -> torch.Tensor:

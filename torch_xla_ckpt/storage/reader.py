@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
-from torch_xla_ckpt.cooperation import Cooperation, Needs, Share
+from torch_xla_ckpt.cooperation import Cooperation, Exchange, Needs, Share
 from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, ReplacedCheckpointError
 from torch_xla_ckpt.protocols import Folder
 from torch_xla_ckpt.reports import RequestCounts
@@ -315,18 +315,35 @@ class ShardReader(StorageReader):
         )
 
     def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        share: Share | None = plan.storage_data
+        if share is None or self._cooperation is None:
+            self._read_planned(plan, planner, None)
+            return
+        exchange = self._cooperation.exchange()
+        with exchange.aborted_on_error():
+            self._read_planned(plan, planner, (exchange, SharedPlan(share, self._positions)))
+
+    def _read_planned(self, plan: LoadPlan, planner: LoadPlanner, together: tuple[Exchange, SharedPlan] | None) -> None:
+        """Read what a plan requests.
+
+        Args:
+            plan: the plan.
+            planner: receives the results.
+            together: the connections to the other ranks, and this rank's part of reading together; None to read alone.
+        """
         target = ReadTarget(planner)
         reads = reads_by_key(plan.items, self._metadata, target.sink)
         needed = sum(key_reads.needed_bytes for key_reads in reads)
         self.stats.bytes_needed += needed
-        shared: SharedPlan | None = None
-        reader = JobReader(self._folder, target, self._verify)
-        if self._cooperation is not None and isinstance(plan.storage_data, Share):
-            shared = SharedPlan(plan.storage_data, self._positions, self._cooperation.rank)
-            reader = SharedJobReader(self._folder, target, self._verify, self._cooperation.exchange(), shared)
+        remote = self._folder.remote
         # Threads that wait for other ranks need no processor cores, like those that wait for a store.
-        threads = self._threads or default_threads(remote=self._folder.remote or shared is not None)
-        job_bytes = request_bytes(needed, threads, self._memory_budget) if self._folder.remote else JOB_BYTES
+        threads = self._threads or default_threads(remote=remote or together is not None)
+        job_bytes = request_bytes(needed, threads, self._memory_budget) if remote else JOB_BYTES
+        reader = (
+            JobReader(self._folder, target, self._verify)
+            if together is None
+            else SharedJobReader(self._folder, target, self._verify, *together)
+        )
         with Progress("loading", lambda: needed, self._progress) as progress:
             runner = JobRunner(
                 self._folder,
@@ -340,9 +357,8 @@ class ShardReader(StorageReader):
                 # Objects first: if one of them is refused, every tensor is as it was.
                 for is_tensor in (False, True):
                     some = [key_reads for key_reads in reads if key_reads.is_tensor is is_tensor]
-                    remote = self._folder.remote
                     runner.run(
-                        jobs_of(some, remote, job_bytes) if shared is None else shared_jobs(some, shared, remote)
+                        jobs_of(some, remote, job_bytes) if together is None else shared_jobs(some, together[1], remote)
                     )
             finally:
                 self.stats.bytes_read += runner.bytes_read

@@ -82,11 +82,9 @@ class SharedPlan:
     Args:
         share: the rank's part, as the coordinator assigned it.
         positions: the positions of the items of the rank's needs.
-        rank: this rank, as numbered in the group.
     """
 
-    def __init__(self, share: Share, positions: Sequence[Position], rank: int):
-        self.rank = rank
+    def __init__(self, share: Share, positions: Sequence[Position]):
         self._rounds = dict(zip(positions, share.rounds.tolist()))
         self.parcels: Mapping[int, list[Parcel]] = defaultdict(list)
         for parcel in share.parcels:
@@ -125,7 +123,7 @@ class SharedJobReader(JobReader):
         parcels = self._plan.parcels.get(number)
         if not parcels:
             return super().read(job)
-        messages = self._messages[number] = RoundOfMessages(self._exchange, self._plan.rank, parcels)
+        messages = self._messages[number] = RoundOfMessages(self._exchange, parcels)
         results = super().read(job)
         messages.finish()  # a planner may use the memory for something else after the commit
         del self._messages[number]
