@@ -1,9 +1,9 @@
 """Passing parcels between ranks, over a gloo group that serves one load.
 
-gloo has no way to cancel an operation. It takes a message that is too short for a whole one, and can forget an operation
-that begins while the other rank closes the connection. So each rank sends the checksums of its parcels beside them.
-Threads that can be left behind wait for gloo. A rank that fails closes its connections. Each rank watches the connection
-to the next rank, and closes its own when that one breaks, so all ranks learn of an error.
+gloo has no way to cancel an operation. It takes a message that is too short for a whole one. It can also forget an
+operation that begins while the other rank closes the connection. So each rank sends the checksums of its parcels beside
+them, and threads that can be left behind wait for gloo. A rank that fails closes its connections. Each rank watches the
+connection to the next rank, and closes its own when that one breaks. So all ranks learn of an error.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ class Exchange:
 
     def _error_of_another(self) -> OtherRankError:
         return OtherRankError(
-            f"{self._doing} failed: another rank, which reads together with this rank, failed or left. Its error is the "
-            "reason"
+            f"{self._doing} failed: another rank, which reads together with this rank, failed or left. The reason is in "
+            "its error"
         )
 
 
