@@ -174,7 +174,7 @@ class Exchange:
 
     def _error_of_another(self) -> OtherRankError:
         return OtherRankError(
-            f"{self._doing} failed: another rank, which reads together with this rank, failed or left. The reason is in "
+            f"{self._doing} failed: another rank, which reads together with this one, failed or left. The reason is in "
             "its error"
         )
 

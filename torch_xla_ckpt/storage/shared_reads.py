@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 Position = tuple[str, int]
 """A file's name and an item's first byte in the file."""
 
+_GAP = 8 << 10  # bytes between two ranges up to which they are read as one; other ranks may read them too
 _NAMED = 3  # keys that an error names
 _NO_ROUND = -1  # the round of items that need no bytes of a file
 
@@ -150,7 +151,7 @@ class SharedJobReader(JobReader):
             if mine:
                 parts[number] += mine
         own_windows = [
-            Window(window.name, window.start, window.stop, tuple(merged(part, MAX_GAP)))
+            Window(window.name, window.start, window.stop, tuple(merged(part, _GAP)))
             for window, part in zip(windows, parts)
         ]
         views = self._own_views(job, items, own, own_windows, numbers)
