@@ -108,7 +108,8 @@ def whole_copies(rank, world, folder):
 def targets_differ(rank, world, folder):
     """Every rank has other keys and other parts. What two ranks need is read once, and each gets what it asked for."""
     expected = tensors()
-    own = {key: torch.zeros_like(t) for n, (key, t) in enumerate(expected.items()) if n % world in (rank, 0)}
+    wanted = [key for n, key in enumerate(expected) if "tiny" in key or n % world in (rank, 0)]
+    own = {key: torch.zeros_like(expected[key]) for key in wanted}
     state = {"model": own}
     report, read = load_counted(folder, state, cooperative=True, missing="error", unexpected="ignore")
     assert all(same_bits(tensor, expected[key]) for key, tensor in state["model"].items())
@@ -129,7 +130,8 @@ def devices_of_several_hosts(rank, world, folder):
             assert save_load.share_holds(target["model"][key], host, rank, world), (shape, key)
         assert same_bits(target["cpu"], random_bits((1000, 70), torch.float64)) and target["step"] == 5
         told = read / sizes(folder, "meshes"), gathered((report.bytes_read, report.requests))
-        assert read <= 1.05 * sizes(folder, "meshes"), (shape, told)
+        # The checkpoint is small: each rank also reads some KiB between its own tiny chunks, to save requests.
+        assert read <= 1.05 * sizes(folder, "meshes") + 32_000 * (world - 1), (shape, told)
         assert sum(gathered(report.bytes_received)), shape
 
 
