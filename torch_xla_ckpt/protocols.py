@@ -153,6 +153,15 @@ class Version:
         return cls(xxhash.xxh3_128_digest(data), data[-cls.ENDING :], tag)
 
     @classmethod
+    def of_pieces(cls, pieces: Iterable[Bytes]) -> Version:
+        """Return the version of a file that holds these pieces. A piece need not live longer than its turn."""
+        hasher, end = xxhash.xxh3_128(), b""
+        for piece in pieces:
+            hasher.update(piece)
+            end = (end + piece[-cls.ENDING :])[-cls.ENDING :]
+        return cls(hasher.digest(), end)
+
+    @classmethod
     def none(cls) -> Version:
         """Return the version of a missing file."""
         return cls(None)

@@ -78,6 +78,9 @@ def report(file):
         out.write(next(line.split()[1] for line in status if line.startswith("VmHWM:")))
 atexit.register(report, sys.argv.pop(1))
 """
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+"""The variables of each command. An installed package is compiled, and so is ours after the run that is not counted."""
+
 IMPORT = "import torch"
 RUN = "import runpy; runpy.run_module('torch_xla_ckpt', run_name='__main__', alter_sys=True)"
 
@@ -89,7 +92,7 @@ def measured(program: str, arguments: Sequence[str], repeat: int) -> tuple[float
         for number in range(repeat + 1):
             begun = time.perf_counter()
             command = [sys.executable, "-c", REPORT + program, file.name, *arguments]
-            child = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+            child = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
             seconds, out = time.perf_counter() - begun, child.stdout
             if child.returncode not in (0, 1):
                 raise SystemExit(f"xc {' '.join(arguments)} failed")

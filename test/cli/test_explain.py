@@ -60,6 +60,7 @@ def test_explain_against_another_model_names_every_difference(made, tmp_path):
     assert any("does not name" in warning and "'epoch'" in warning for warning in found["warnings"])
 
 
+@pytest.mark.slow
 def test_explain_draws_a_plan(made, tmp_path):
     call("explain", made / "ours", "--mesh", "a=2,b=2", "--spec", "*.weight=a,b", "-o", tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")

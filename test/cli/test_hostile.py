@@ -70,6 +70,7 @@ def test_damaged_values_are_not_shown(tmp_path):
     assert answer.status == 2 and answer.out == "" and data.name in answer.err
 
 
+@pytest.mark.slow
 def test_markup_and_options_in_keys_are_text(tmp_path):
     keys = [
         "[red]x[/red]",
@@ -96,6 +97,7 @@ def test_markup_and_options_in_keys_are_text(tmp_path):
     assert call("explain", tmp_path / "c", "--mesh", "a=1", "-o", tmp_path / "p.png").status == 0
 
 
+@pytest.mark.slow
 def test_long_keys_and_many_parts_are_no_problem(tmp_path):
     keys = ["x" * 5000, ".".join(["a"] * 300), "1." * 40 + "w", "9" * 5000]
     kinds.save_ours(tmp_path / "c", {key: torch.ones(2) for key in keys})

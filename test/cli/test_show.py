@@ -111,6 +111,7 @@ def test_statistics_of_pieces_are_those_of_the_whole(tmp_path):
     assert (found["min"], found["max"]) == (whole.min().item(), whole.max().item())
 
 
+@pytest.mark.slow
 @every_kind
 def test_show_draws_the_layout_of_every_kind(made, tmp_path, kind):
     answer = call("show", made / kind, kinds.keys_of(kind)[0], "-o", tmp_path / "layout.svg")

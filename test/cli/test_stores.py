@@ -28,6 +28,7 @@ def options_of(server):
     return pairs
 
 
+@pytest.mark.slow
 def test_every_command_over_s3(s3):
     with s3.bucket("commands") as bucket:
         url = f"s3://{bucket.name}/run"

@@ -28,6 +28,7 @@ def loaded(path, **options):
     return state["n"]
 
 
+@pytest.mark.slow
 def test_storage_options_reach_the_store_of_every_call():
     with Server() as server, server.bucket("options") as bucket:
         for number, call in enumerate(("save", "async_save")):

@@ -61,6 +61,7 @@ def test_verify_finds_no_damage(name):
     assert report and report.files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ours-first-writer", "ours-hardened", "ours-recut"])
 def test_every_flipped_bit_of_our_metadata_is_found(name, tmp_path):
     """Each form of the last line of .metadata protects all that lies before it."""

@@ -34,6 +34,7 @@ def test_store_behind_fsspec_gets_whole_files(tmp_path, source, request):
         xc.export(source, f"{root}/model")
 
 
+@pytest.mark.slow
 def test_object_store_gets_a_model_and_gives_it_back(tmp_path, source):
     with Server() as s3, s3.bucket("models"):
         options = s3.options
@@ -51,6 +52,7 @@ def test_object_store_gets_a_model_and_gives_it_back(tmp_path, source):
             assert_same(state["model"])
 
 
+@pytest.mark.slow
 def test_failed_export_leaves_an_older_file_of_a_store_alone(source):
     with Server() as s3, s3.bucket("older"):
         old = {"w": torch.ones(3)}
@@ -71,6 +73,7 @@ def test_failed_export_removes_its_files_from_a_store(source):
         assert bucket.objects() == []
 
 
+@pytest.mark.slow
 def test_file_that_makes_a_folder_a_model_comes_last(tmp_path, source):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer.json").write_text("{}")

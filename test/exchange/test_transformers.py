@@ -16,6 +16,7 @@ def opened(path):
     return transformers.AutoModelForCausalLM.from_pretrained(path).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_shard_bytes", [5 << 30, 30_000], ids=["one file", "several files"])
 @pytest.mark.parametrize("source", ["checkpoint", "live"])
 @pytest.mark.parametrize("name", NAMES)

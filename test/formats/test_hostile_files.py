@@ -100,6 +100,7 @@ def test_file_shorter_than_a_header_is_refused(tmp_path, size):
     refused(tmp_path, "at least 8 bytes")
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(seed=st.binary(min_size=8, max_size=8), data=st.data())
 def test_mutated_file_is_read_or_refused_and_never_crashes(tmp_path_factory, seed, data):
@@ -173,6 +174,7 @@ def test_torch_file_of_a_tensor_that_repeats_itself_claims_no_memory(tmp_path):
     refused(tmp_path / "model.pt", "repeats its elements")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remote", [False, True])
 def test_torch_file_with_many_views_claims_no_memory(tmp_path, remote):
     """A thousand copies of one tensor would take a thousand times the memory of the file."""

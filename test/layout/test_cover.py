@@ -39,6 +39,7 @@ def test_doubled_region_is_found_at_its_position(tiling, data):
     assert (count(whole.sizes, [flaw.box for flaw in flaws]) == count(whole.sizes, [more])).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.data())
 def test_any_boxes_are_judged_as_by_counting_every_element(data):

@@ -70,6 +70,7 @@ def test_idle_saves_the_step_after_the_last_save_has_ended(tmp_path, monkeypatch
     assert manager.all_steps() == [0, 20]
 
 
+@pytest.mark.slow
 def test_whole_run_is_restored_into_a_meta_model_and_a_new_optimizer(tmp_path):
     training = Training()
     scheduler = torch.optim.lr_scheduler.StepLR(training.optim, 3)
@@ -359,6 +360,7 @@ def test_preflight_leaves_no_file(tmp_path):
     assert list((tmp_path / "a" / "b").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_run_in_an_object_store_is_saved_pruned_and_restored(tmp_path):
     with Server() as server, server.bucket("run-of-a-manager") as bucket:
         url = f"s3://{bucket.name}/run-7"

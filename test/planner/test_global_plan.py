@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import torch_xla_ckpt as xc
 from support.boxes import count, tilings
 from support.cuts import CutAccess, grid, planned, sent_plan
+from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.layout import Box
 from torch_xla_ckpt.planner import CopyPlanner
 from torch_xla_ckpt.planner.global_plan import global_plan
@@ -84,6 +85,27 @@ def test_a_change_of_anything_gives_a_new_plan(change):
     assert second is not first and second.digest != first.digest
     assert global_plan(plans()) is first  # a save of something else in between changes nothing
     assert global_plan(change()) is second
+
+
+def test_every_field_of_a_value_is_part_of_the_digest():
+    """A field that is added later has to be added here."""
+    entry = _dcp.Entry("a.3", ("a", "3"), torch.float32, (4,), False, "cut")
+    changes = {
+        "key": ["a.4"],
+        "path": [("a.3",), ("a", 3), ("a", _dcp.IntegerKey(3))],
+        "dtype": [None, torch.bfloat16, torch.int32],
+        "shape": [(2, 2), (4, 1)],
+        "requires_grad": [True],
+        "sharding": ["", "cut otherwise"],
+    }
+    assert tuple(changes) == _dcp.Entry._fields
+    entries = [entry, *(entry._replace(**{name: new}) for name, others in changes.items() for new in others)]
+    boxes = np.array([[0, 4]])
+    every = [_dcp.Offers([one], np.array([1]), boxes).packed for one in entries]
+    every.append(_dcp.Offers([entry], np.array([1]), np.array([[0, 3]])).packed)
+    every.append(_dcp.Offers([entry], np.array([2]), np.array([[0, 2], [2, 2]])).packed)
+    assert len({packed.digest for packed in every}) == len(every)
+    assert [one for packed in every for piece in packed.names for one in _dcp.decoded_entries(piece)][:-2] == entries
 
 
 def several_ranks(monkeypatch):

@@ -76,6 +76,7 @@ def test_a_copy_made_during_a_save_holds_the_old_checkpoint_or_none(tmp_path, po
     assert value_of(copy) == 3.0
 
 
+@pytest.mark.slow
 def test_a_copy_made_while_saves_replace_each_other_is_whole_or_reported_as_damaged(tmp_path):
     """Files are copied one by one. A copy with files of two checkpoints must not load as if it were whole."""
     path = tmp_path / "c"

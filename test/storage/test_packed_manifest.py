@@ -34,6 +34,7 @@ from torch_xla_ckpt.layout import Box
 from torch_xla_ckpt.serialization import MetadataWriter, read_metadata
 from torch_xla_ckpt.storage import records
 from torch_xla_ckpt.storage.columns import decoded_column, encoded_column
+from torch_xla_ckpt.storage.manifest_writing import KeptText, manifest_pieces
 from torch_xla_ckpt.storage.places import Places, StorageEntries
 from torch_xla_ckpt.storage.saved_metadata import SavedMetadata, send_as_arrays
 
@@ -302,21 +303,27 @@ def catalogs(draw):
     return _dcp.Catalog(tuple(entries), first, table.reshape(len(table), 2 * ndim)), rows
 
 
-def places_of(catalog, generator, files):
-    numbers = generator.integers(0, 1 << 45, (2, len(catalog)))
+def places_of(catalog, generator, files, bits=45):
+    numbers = generator.integers(0, 1 << bits, (2, len(catalog)))
     file = generator.integers(0, len(files), len(catalog))
     nothing = np.zeros(0, dtype=np.int64)
     return Places(files, file, numbers[0] // 64 * 64, numbers[1] // 2, np.zeros(len(catalog), np.int64), nothing)
 
 
 @settings(max_examples=150, deadline=None)
-@given(catalogs(), st.integers(0, 1 << 30), st.sampled_from([None, (None,), ({"a": 1.5},)]))
-def test_the_pickle_is_what_dcp_would_have_pickled(made, seed, planner_data):
+@given(
+    catalogs(),
+    st.integers(0, 1 << 30),
+    st.sampled_from([None, (None,), ({"a": 1.5},)]),
+    st.lists(st.sampled_from([20, 45]), min_size=2, max_size=2),
+)
+def test_the_pickle_is_what_dcp_would_have_pickled(made, seed, planner_data, bits):
     catalog, rows = made
     writer = MetadataWriter(catalog, planner_data)
     for attempt in range(2):  # the second one uses parts of the first one again
         generator = np.random.default_rng(seed + attempt)
-        places = places_of(catalog, generator, [f"__{n}_0-{'ab'[attempt] * 16}.distcp" for n in range(3)])
+        files = [f"__{n}_0-{'ab'[attempt] * 16}.distcp" for n in range(3)]
+        places = places_of(catalog, generator, files, bits[attempt])
         meta = StorageMeta(checkpoint_id="/x", save_id="ab"[attempt] * 16)
         data = b"".join(writer.pieces(meta, "1.0.0", places.names, places))
         assert data == b"".join(MetadataWriter(catalog, planner_data).pieces(meta, "1.0.0", places.names, places))
@@ -355,6 +362,32 @@ def test_the_second_save_writes_what_a_full_encoding_would(tmp_path):
     xc.load(target, tmp_path)
     assert_restored(target)
     assert target["step"] == "an object of another length" and xc.verify(tmp_path).ok
+
+
+def test_a_manifest_with_kept_text_is_what_a_full_encoding_gives():
+    """Which tensors are packed can change from save to save, although the catalog stays the same."""
+    count = 64
+    keys = ["a", "b", "c"]
+    entries = [_dcp.Entry(key, (key,), torch.float32, (count if key == "a" else 2 * count,), True, key) for key in keys]
+    first = np.array([0, count, 2 * count, 3 * count, 3 * count + 1])
+    rows = np.ones((3 * count + 1, 2), dtype=np.int64)
+    rows[:count, 0] = np.arange(count)
+    rows[count : 3 * count] = np.column_stack([np.tile(2 * np.arange(count), 2), np.full(2 * count, 2)])
+    catalog = _dcp.Catalog((*entries, _dcp.Entry("object", ("object",))), first, rows)
+    kept, texts = KeptText(), []
+    for seed, mixed in enumerate([(), ("a",), ("b",), ("a", "c"), ()]):
+        places = places_of(catalog, np.random.default_rng(seed), ["f", "g"], bits=22)
+        for key in mixed:
+            places.data[first[keys.index(key)]] = -1
+        places = Places(places.names, places.file, places.offset, places.length, places.data, np.arange(len(catalog)))
+        some = [
+            b"".join(manifest_pieces({}, {"f": 1, "g": 2}, {}, catalog, places, text)) for text in (kept, KeptText())
+        ]
+        assert some[0] == some[1]
+        tensors = json.loads(some[0])["tensors"]
+        assert [key for key, tensor in tensors.items() if "packed" not in tensor] == list(mixed)
+        texts.append(some[0])
+    assert len(set(texts)) == len(texts)
 
 
 def test_pieces_of_large_records_are_small():

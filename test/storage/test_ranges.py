@@ -55,6 +55,7 @@ def runs(mask, gap):
     return [tuple(run) for run in found]
 
 
+@pytest.mark.slow
 @settings(max_examples=500)
 @given(regions(), st.sampled_from([1, 2, 4, 8, 16]), st.integers(0, 40))
 def test_the_ranges_of_a_region_miss_no_byte_and_add_only_gaps(region, itemsize, gap):

@@ -25,6 +25,8 @@ from support.simulated_store import (
 )
 from torch_xla_ckpt.storage import remote, retries, stragglers
 from torch_xla_ckpt.storage.deadline import together
+from torch_xla_ckpt.storage.folders import open_folder
+from torch_xla_ckpt.storage.location import Location
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -237,6 +239,21 @@ def test_a_save_asks_again_if_an_answer_is_late(store, impatient, fault):
         assert met and metadata.report.requests.asked_twice == 1
         loaded(store, host_state(tensors=24))
     loaded(store, host_state(tensors=24))
+
+
+def test_a_put_that_was_overtaken_does_not_bring_a_removed_file_back(store, impatient):
+    free = threading.Event()
+    store.stream = 1e9
+    with store.failing(Fault(until=free), asks("put", "*.distcp"), times=1) as met:
+        save(store, host_state(tensors=24))
+        folder = open_folder(Location.of(store.url(RUN), store.options))
+        removal = threading.Thread(target=folder.remove, args=[[".metadata", *data_names(store)]])
+        removal.start()
+        removal.join(0.2)
+        assert met and removal.is_alive()  # the late put is still under way
+        free.set()
+        removal.join()
+    assert not data_names(store)
 
 
 def test_requests_are_rarely_made_twice_while_the_whole_store_is_slow(monkeypatch):

@@ -182,6 +182,7 @@ class Alone(dcp.DefaultLoadPlanner):
         self._visit()
 
 
+@pytest.mark.slow
 def test_planners_without_thread_safety_get_one_call_at_a_time(tmp_path):
     """torch_xla's planner fetches a tensor's shards on the first call. Two calls at once lose data."""
     state = {str(n): random_bits((33 << 20,), torch.uint8, n) for n in range(4)}

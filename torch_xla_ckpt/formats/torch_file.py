@@ -70,6 +70,7 @@ def _contents(
     folder: Folder, name: str, view: memoryview, size: int, *, is_whole: bool
 ) -> tuple[dict[str, TensorPlace], dict[str, bytes], Mapping[str, Path]] | None:
     """Return tensors, objects and paths. None if that takes bytes of tensors, and the view does not have them."""
+    view = restricted.writable(view)
     try:
         value = _loaded(folder, name, view, size)
     except CorruptCheckpointError as error:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,7 +27,7 @@ from torch_xla_ckpt.serialization import decode
 from torch_xla_ckpt.storage import PathLike, Stored
 
 Status = Literal["equal", "differs", "other shape", "other dtype", "other type", "only in a", "only in b"]
-_SLAB_BYTES = 128 << 20  # large slabs, so that few blocks are read twice where the chunks differ
+_SLAB_BYTES = 64 << 20  # large slabs, so that few blocks are read twice where the chunks differ
 _SMALL = 1 << 20  # mean size in bytes of chunks below which they are not read one by one
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -138,8 +140,20 @@ def diff(
     return Difference(first.location.url, second.location.url, found, read, comparison.bytes_compared)
 
 
+@dataclass
+class _Tally:
+    """What was found so far of the elements of one tensor that are read."""
+
+    differing: int = 0
+    largest: float = 0.0
+
+    def add(self, differing: int, largest: float) -> None:
+        self.differing += differing
+        self.largest = math.nan if math.isnan(largest) or math.isnan(self.largest) else max(largest, self.largest)
+
+
 class _Comparison:
-    """Compares the values of two checkpoints, key by key."""
+    """Compares the values of two checkpoints."""
 
     def __init__(self, a: Values, b: Values, progress: Callable[[int, int], object] | None):
         self.a = a
@@ -149,13 +163,40 @@ class _Comparison:
         self._total = 0
 
     def all(self, keys: Sequence[str]) -> tuple[KeyDifference, ...]:
-        """Compare the values of some keys."""
+        """Compare the values of some keys. The next elements are read while the last ones are compared."""
         if self._progress is not None:
             tensors = (self.a.metadata.state_dict_metadata.get(key) for key in keys)
             self._total = sum(_nbytes(one) for one in tensors if isinstance(one, TensorStorageMetadata))
-        return tuple(map(self._key, keys))
+        known = {key: self._without_reading(key) for key in keys}
+        unread = {key: self._unequal_boxes(key) for key, one in known.items() if one is None}
+        tallies = {key: _Tally() for key in unread}
+        slabs = (
+            (key, slab)
+            for key, boxes in unread.items()
+            for box in boxes
+            for slab in cut(box, self.a.saved_tensor(key).properties.dtype.itemsize, _SLAB_BYTES)
+        )
+        for key, a, b in self._read(slabs):
+            tallies[key].add(*_compared(a, b))
+            self.bytes_compared += a.nbytes
+            self._advance(a.nbytes)
+        return tuple(one or self._difference(key, tallies[key]) for key, one in known.items())
 
-    def _key(self, key: str) -> KeyDifference:
+    def _read(self, slabs: Iterable[tuple[str, Box]]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Yield the elements of slabs in both checkpoints. Each checkpoint is read by a thread of its own."""
+        ahead: deque[tuple[str, Future[torch.Tensor], Future[torch.Tensor]]] = deque()
+        with ThreadPoolExecutor(1) as a_reads, ThreadPoolExecutor(1) as b_reads:
+            for name, slab in slabs:
+                reads = a_reads.submit(self.a.tensor, name, slab), b_reads.submit(self.b.tensor, name, slab)
+                ahead.append((name, *reads))
+                if len(ahead) > 1:
+                    key, a, b = ahead.popleft()
+                    yield key, a.result(), b.result()
+            for key, a, b in ahead:
+                yield key, a.result(), b.result()
+
+    def _without_reading(self, key: str) -> KeyDifference | None:
+        """Return how a value differs; None for a tensor whose elements must be compared."""
         a, b = (values.metadata.state_dict_metadata.get(key) for values in (self.a, self.b))
         if a is None or b is None:
             return KeyDifference(key, "only in b" if a is None else "only in a", entry_words(a), entry_words(b))
@@ -167,7 +208,7 @@ class _Comparison:
             return KeyDifference(key, "other shape", entry_words(a), entry_words(b))
         if a.properties.dtype != b.properties.dtype:
             return KeyDifference(key, "other dtype", entry_words(a), entry_words(b))
-        return self._tensors(key, a, b)
+        return None
 
     def _objects(self, key: str) -> KeyDifference:
         places = self.a.stored(key), self.b.stored(key)
@@ -185,28 +226,23 @@ class _Comparison:
             return KeyDifference(key, "equal", share=0.0)
         return KeyDifference(key, "differs", object_text(values[0])[:60], object_text(values[1])[:60])
 
-    def _tensors(self, key: str, a: TensorStorageMetadata, b: TensorStorageMetadata) -> KeyDifference:
-        total = math.prod(a.size)
+    def _unequal_boxes(self, key: str) -> list[Box]:
+        """Return the boxes of a tensor that no checksums prove equal."""
+        a, b = self.a.saved_tensor(key), self.b.saved_tensor(key)
         chunks = [_boxes(a), _boxes(b)]
-        if set(chunks[0]) == set(chunks[1]):
-            boxes = [box for box in chunks[0] if not self._has_same_bytes(key, box)]
-            if boxes and _nbytes(a) < _SMALL * len(chunks[0]):
-                boxes = [Box.whole(a.size)]
-            self._advance(_nbytes(a) - sum(box.volume for box in boxes) * a.properties.dtype.itemsize)
-        else:
+        if set(chunks[0]) != set(chunks[1]):
+            return [Box.whole(a.size)]
+        boxes = [box for box in chunks[0] if not self._has_same_bytes(key, box)]
+        if boxes and _nbytes(a) < _SMALL * len(chunks[0]):
             boxes = [Box.whole(a.size)]
-        differing, largest = 0, 0.0
-        for box in boxes:
-            for slab in cut(box, a.properties.dtype.itemsize, _SLAB_BYTES):
-                count, most = _compared(self.a.tensor(key, slab), self.b.tensor(key, slab))
-                differing += count
-                largest = most if math.isnan(most) else largest if math.isnan(largest) else max(largest, most)
-                nbytes = slab.volume * a.properties.dtype.itemsize
-                self.bytes_compared += nbytes
-                self._advance(nbytes)
-        if not differing:
+        self._advance(_nbytes(a) - sum(box.volume for box in boxes) * a.properties.dtype.itemsize)
+        return boxes
+
+    def _difference(self, key: str, tally: _Tally) -> KeyDifference:
+        if not tally.differing:
             return KeyDifference(key, "equal", share=0.0)
-        return KeyDifference(key, "differs", share=differing / total, max_abs=largest)
+        total = math.prod(self.a.saved_tensor(key).size)
+        return KeyDifference(key, "differs", share=tally.differing / total, max_abs=tally.largest)
 
     def _has_same_bytes(self, key: str, box: Box) -> bool:
         offsets = torch.Size(box.offsets)

@@ -46,8 +46,12 @@ def fold(items: Iterable[T], key: Callable[[T], str], kind: Callable[[T], Hashab
         members[tuple(map(int, parts[1::2]))] = position, item
     folds: list[tuple[int, Fold[T]]] = []
     for (texts, _), members in groups.items():
-        for ranges in _products(sorted(members)):
-            inside = sorted((members[numbers] for numbers in itertools.product(*ranges)), key=lambda pair: pair[0])
+        products = _products(sorted(members))
+        for ranges in products:
+            if len(products) == 1:
+                inside = list(members.values())
+            else:
+                inside = sorted((members[numbers] for numbers in itertools.product(*ranges)), key=lambda pair: pair[0])
             name = "".join(itertools.chain.from_iterable(zip(texts, [*map(braces, ranges), ""])))
             folds.append((inside[0][0], Fold(name, tuple(item for _, item in inside))))
     folds.sort(key=lambda pair: pair[0])
@@ -58,6 +62,8 @@ def _products(rows: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ..
     """Split sorted tuples of numbers into products of sets of numbers."""
     if not rows or not rows[0]:
         return [()] if rows else []
+    if len(rows[0]) == 1:
+        return [(tuple(number for (number,) in rows),)]
     tails: dict[int, list[tuple[int, ...]]] = {}
     for first, *rest in rows:
         tails.setdefault(first, []).append(tuple(rest))

@@ -29,7 +29,7 @@ def located(folder: Folder, item: Stored, shape: Sequence[int], dtype: torch.dty
     if item.data is not None or item.inline is not None or item.transform_descriptors or dtype is torch.bool:
         return item
     try:
-        view = _described(folder, item)
+        view = restricted.writable(_described(folder, item))
         tensor = restricted.load_mapped(view)
     except Exception:  # reading the item raises the right error
         return item

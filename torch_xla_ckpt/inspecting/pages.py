@@ -135,12 +135,20 @@ def _tile(tile: Tile) -> str:
     text = ""
     if tile.width > 60 and tile.height > 18:
         fits = int((tile.width - 8) / _LETTER)
-        shortened = tile.name if len(tile.name) <= fits else "…" + tile.name[len(tile.name) - fits + 1 :]
-        text = f'<text class="on" x="{tile.left + 4:.1f}" y="{tile.top + 14:.1f}">{_text(shortened)}</text>'
+        text = f'<text class="on" x="{tile.left + 4:.1f}" y="{tile.top + 14:.1f}">{_text(_end(tile.name, fits))}</text>'
     return (
         f'<g><title>{_text(label)}</title><rect class="tile" fill="{_colour(tile.hue)}" x="{tile.left:.1f}" '
         f'y="{tile.top:.1f}" width="{tile.width:.1f}" height="{tile.height:.1f}"/>{text}</g>'
     )
+
+
+def _end(name: str, most: int) -> str:
+    """Return the end of a key that has at most ``most`` characters: its last parts, or characters of the last part."""
+    parts = name.split(".")
+    for number in range(len(parts)):
+        if len(end := ".".join(parts[number:])) <= most:
+            return end
+    return "…" + name[len(name) - most + 1 :]
 
 
 def _layout(layout: Layout) -> str:

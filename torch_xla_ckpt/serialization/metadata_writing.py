@@ -1,8 +1,8 @@
 """The bytes of ``.metadata`` for stock DCP, made from arrays.
 
 A pickle of millions of chunks takes Python's pickler many seconds, in which it holds Python's lock. Here the pickle's
-opcodes are written directly: one record of fixed width for each chunk, filled by numpy. What ``pickle.load`` returns is
-what DCP's own writer would have pickled; https://docs.python.org/3/library/pickletools.html lists the opcodes.
+opcodes are written directly: one record of fixed width for each chunk (``opcode_records``). What ``pickle.load``
+returns is what DCP's own writer would have pickled.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from torch.distributed.checkpoint.metadata import (
 
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.layout import Integers
+from torch_xla_ckpt.protocols import Bytes
+from torch_xla_ckpt.serialization.opcode_records import Numbers, OpcodeRecords
 
 _PIECE = 1 << 14  # records that are made together: Python's lock is held for a millisecond at a time
 _INT32 = (1 << 31) - 1
 _PROTOCOL = b"\x80\x04"
-_Part = bytes | tuple[bytes, Integers, int]
-"""Bytes that all records have, or an opcode, the number that follows it in each record, and the number's width."""
 
 _CLASSES = (
     *(Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex),
@@ -61,12 +61,14 @@ class MetadataWriter:
         self._class: dict[type, bytes] = {}  # the opcodes that push each class
         self._names: dict[str, bytes] = {}
         self._planner_data = planner_data
+        self._stored_sizes: tuple[int, int] | None = None  # bytes of a stored offset and of a stored length
+        self._stored_rows: list[tuple[slice | Integers, OpcodeRecords]] = []
         self._is_made = False
 
     def pieces(
         self, storage_meta: StorageMeta, version: str | None, files: Sequence[str], places: StoredColumns
-    ) -> Iterator[bytes]:
-        """Yield the bytes of the pickle, in pieces.
+    ) -> Iterator[Bytes]:
+        """Yield the bytes of the pickle, in pieces. A piece is valid until the writer is used again.
 
         Args:
             storage_meta: DCP's record of the save.
@@ -164,23 +166,24 @@ class MetadataWriter:
         for at in range(0, b - a, _PIECE):
             part = slice(at, min(at + _PIECE, b - a))
             numbers = np.arange(part.start, part.stop)
-            yield _records(
+            records = OpcodeRecords(
                 self._class[ChunkStorageMetadata],
                 *self._size_records(offsets[part]),
-                (b"r", first + numbers, 4),
-                (b"j", first_size + which[part], 4),
+                Numbers.written(first + numbers),
+                Numbers.read(first_size + which[part]),
                 b"\x86R",
-                *([(b"r", chunk + numbers, 4)] if is_shared else []),
+                *([Numbers.written(chunk + numbers)] if is_shared else []),
                 count=len(numbers),
             )
+            yield bytes(records.data)
         yield b"e"
 
     def _references(self, table: int) -> bytes:
         count = len(self._catalog.chunks[table])
-        return _records((b"j", self._chunk_memos[table] + np.arange(count), 4), count=count)
+        return bytes(OpcodeRecords(Numbers.read(self._chunk_memos[table] + np.arange(count)), count=count).data)
 
-    def _size_records(self, numbers: Integers) -> list[_Part]:
-        columns = [_wide(numbers[:, dim]) for dim in range(numbers.shape[1])]
+    def _size_records(self, numbers: Integers) -> list[bytes | Numbers]:
+        columns = [Numbers.pushed(numbers[:, dim]) for dim in range(numbers.shape[1])]
         return [self._class[torch.Size], b"(", *columns, b"t\x85R"]
 
     def _paths(self) -> Iterator[bytes]:
@@ -196,10 +199,19 @@ class MetadataWriter:
 
     # The part that every save has anew.
 
-    def _storage(self, files: Sequence[str], places: StoredColumns) -> Iterator[bytes]:
+    def _storage(self, files: Sequence[str], places: StoredColumns) -> Iterator[Bytes]:
         """Yield where each item lies, and the next field's end."""
         first = self._memo
         yield b"".join(self._text(name) + b"r" + struct.pack("<I", first + n) + b"0" for n, name in enumerate(files))
+        sizes = Numbers.pushed(places.offset).size, Numbers.pushed(places.length).size
+        if sizes != self._stored_sizes:
+            self._stored_sizes, self._stored_rows = sizes, list(self._unplaced_rows(*sizes))
+        for rows, records in self._stored_rows:
+            records.replace_last(first + places.file[rows], places.offset[rows], places.length[rows])
+            yield records.data
+
+    def _unplaced_rows(self, offset_size: int, length_size: int) -> Iterator[tuple[slice | Integers, OpcodeRecords]]:
+        """Yield rows of the catalog, and their records, which lack the places: the memo of the file, offset, length."""
         catalog = self._catalog
         is_tensor = np.array([entry.dtype is not None for entry in catalog.entries], dtype=bool)
         # The memo of a row's offsets is the row plus its value's base.
@@ -212,22 +224,21 @@ class MetadataWriter:
                 own, of = rows[some], numbers[some]
                 if not len(own):
                     continue
-                offsets = [(b"j", own + base[of], 4), b"\x86R"] if tensors else [b"\x85R"]
-                yield (
-                    b"("
-                    + _records(
-                        self._class[MetadataIndex],
-                        (b"j", keys[of], 4),
-                        *offsets,
-                        self._class[_dcp.StorageInfo],
-                        (b"j", first + places.file[own], 4),
-                        _wide(places.offset[own]),
-                        _wide(places.length[own]),
-                        b"\x87R",
-                        count=len(own),
-                    )
-                    + b"u"
+                unknown = np.zeros(len(own), dtype=np.int64)
+                records = OpcodeRecords(
+                    self._class[MetadataIndex],
+                    Numbers.read(keys[of]),
+                    *((Numbers.read(own + base[of]), b"\x86R") if tensors else (b"\x85R",)),
+                    self._class[_dcp.StorageInfo],
+                    Numbers.read(unknown),
+                    Numbers.pushed(unknown, offset_size),
+                    Numbers.pushed(unknown, length_size),
+                    b"\x87R",
+                    count=len(own),
+                    before=b"(",
+                    after=b"u",
                 )
+                yield slice(at, at + len(own)) if len(own) == len(rows) else own, records
 
     # Opcodes.
 
@@ -256,27 +267,6 @@ class StoredColumns:
         self.file = file
         self.offset = offset
         self.length = length
-
-
-def _records(*parts: _Part, count: int) -> bytes:
-    """Return ``count`` records that consist of ``parts``."""
-    width = sum(len(part) if isinstance(part, bytes) else len(part[0]) + part[2] for part in parts)
-    table = np.empty((count, width), dtype=np.uint8)
-    at = 0
-    for part in parts:
-        fixed, numbers, size = (part, None, 0) if isinstance(part, bytes) else part
-        table[:, at : at + len(fixed)] = np.frombuffer(fixed, dtype=np.uint8)
-        at += len(fixed)
-        if numbers is not None:
-            little = np.ascontiguousarray(numbers, dtype="<i8").view(np.uint8).reshape(count, 8)
-            table[:, at : at + size] = little[:, :size]
-            at += size
-    return table.tobytes()
-
-
-def _wide(numbers: Integers) -> _Part:
-    """Return the part of a record that pushes an integer."""
-    return (b"J", numbers, 4) if not numbers.size or numbers.max() <= _INT32 else (b"\x8a\x08", numbers, 8)
 
 
 def _integer(number: int) -> bytes:

@@ -47,11 +47,16 @@ def load(data: io.BytesIO | memoryview, allow_types: Sequence[AllowedType] = ())
     return _run(archive, view, allow_types, storages.Storages(archive))
 
 
+def writable(view: memoryview) -> memoryview:
+    """Return bytes in memory that may be written to: the same memory if possible, else a copy."""
+    return memoryview(bytearray(view)) if view.readonly else view
+
+
 def load_mapped(view: memoryview) -> Any:
     """Return the value in an archive, with tensors that share the memory of ``view``.
 
     Args:
-        view: the archive's bytes, in writable memory: a private memory map, for example.
+        view: the archive's bytes, in memory that may be written to; see ``writable``.
 
     Raises:
         Refused, ArchiveError, Exception: as for ``load``. Tensors of the other byte order are refused, too.

@@ -99,15 +99,12 @@ class Storages:
 
 
 class MappedStorages(Storages):
-    """Makes storages that share the archive's memory, if the memory may be written to."""
+    """Makes storages that share the archive's memory."""
 
     def _storage(self, key: str, dtype: torch.dtype, nbytes: int) -> torch.storage.TypedStorage:
         _require(not self._swapped, "belongs to a computer with another byte order")
         data = self._bytes(key, nbytes)
-        shared = np.frombuffer(data, np.uint8)
-        if not shared.flags.writeable:  # a store's answer to one request, so it is small
-            shared = shared.copy()
-        raw = torch.from_numpy(shared) if nbytes else torch.empty(0, dtype=torch.uint8)
+        raw = torch.from_numpy(np.frombuffer(data, np.uint8)) if nbytes else torch.empty(0, dtype=torch.uint8)
         return torch.storage.TypedStorage(wrap_storage=raw.untyped_storage(), dtype=dtype, _internal=True)
 
 

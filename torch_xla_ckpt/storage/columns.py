@@ -15,9 +15,14 @@ from torch_xla_ckpt.storage.stored import CHECKSUM_BYTES
 _WIDTHS = (1, 2, 4, 8)
 
 
-def encoded_column(numbers: Integers) -> bytes:
-    """Return integers that are not negative as JSON. Text is base64 of little-endian integers of one width."""
-    least, most = int(numbers.min()), int(numbers.max())
+def encoded_column(numbers: Integers, bounds: tuple[int, int] | None = None) -> bytes:
+    """Return integers that are not negative as JSON. Text is base64 of little-endian integers of one width.
+
+    Args:
+        numbers: the integers, at least one.
+        bounds: the smallest and the largest of them, if they are known.
+    """
+    least, most = bounds or (int(numbers.min()), int(numbers.max()))
     if least == most:
         return b"%d" % most
     small = _dcp.narrow(numbers, (least, most))

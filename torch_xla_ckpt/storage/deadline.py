@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, ParamSpec, TypeVar
@@ -36,7 +36,7 @@ class RequestTimeout(TimeoutError):
 
 
 class AbandonedCalls:
-    """Calls that exceeded their time limit and may still be running, by folder.
+    """Calls whose answers nobody waits for any more and that may still be running, by folder.
 
     A store may carry out such a request at any time, and undo what was done there since.
     """
@@ -58,17 +58,19 @@ class AbandonedCalls:
             call: the future of the call.
         """
         with self._lock:
-            self._calls.setdefault(folder, []).append((name, call))
+            left = [(other, known) for other, known in self._calls.get(folder, ()) if not known.done()]
+            self._calls[folder] = [*left, (name, call)]
 
-    def wait(self, folder: str, seconds: float) -> list[str]:
+    def wait(self, folder: str, seconds: float, names: Collection[str] | None = None) -> list[str]:
         """Wait until no call on a folder runs any more, and return the names of calls that still run.
 
         Args:
             folder: the identity of the folder.
             seconds: the longest time to wait.
+            names: the names of the calls to wait for. Default: all calls.
         """
         with self._lock:
-            calls = tuple(self._calls.get(folder, ()))
+            calls = [(name, call) for name, call in self._calls.get(folder, ()) if names is None or name in names]
         if not calls:
             return []
         running = wait([call for _, call in calls], seconds).not_done

@@ -24,6 +24,8 @@ from torch_xla_ckpt.storage.file_names import require_inside
 from torch_xla_ckpt.storage.filelock import locked
 from torch_xla_ckpt.storage.pieces import joined_pieces
 
+_PIECE = 1 << 20  # bytes of a file that are read together to compare it
+
 
 class LocalFolder(Folder):
     """A folder of the operating system, read through memory maps.
@@ -108,7 +110,8 @@ class LocalFolder(Folder):
 
     def version(self, name: str) -> Version:
         try:
-            return Version.of(self.read(name))
+            with self._opened(name) as file:
+                return Version.of_pieces(_pieces(file))
         except FileNotFoundError:
             return Version.none()
 
@@ -207,6 +210,13 @@ class LocalFolder(Folder):
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+
+
+def _pieces(file: BinaryIO) -> Iterator[memoryview]:
+    """Yield the bytes of a file in one buffer, which holds one piece at a time."""
+    buffer = memoryview(bytearray(_PIECE))
+    while size := file.readinto(buffer):  # type: ignore[attr-defined]
+        yield buffer[:size]
 
 
 def _open_without_waiting(path: str, flags: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import xxhash
 
 from torch_xla_ckpt import _dcp
+from torch_xla_ckpt.layout import Integers
 from torch_xla_ckpt.storage.columns import encoded_checksums, encoded_column
 from torch_xla_ckpt.storage.frame import ALIGNMENT
 from torch_xla_ckpt.storage.places import Places
@@ -29,13 +31,26 @@ _ROWS = 1 << 12  # rows whose numbers are turned into Python's integers together
 _PATHS = 1 << 10
 
 
+@dataclass(frozen=True)
+class KeptText:
+    """Parts of a manifest that depend on the catalog only. The next save of the catalog uses them again.
+
+    Args:
+        tables: the text of the chunks of packed tensors, by table.
+        tensors: the text of packed tensors up to their places, by number.
+    """
+
+    tables: dict[int, bytes] = field(default_factory=dict)
+    tensors: dict[int, bytes] = field(default_factory=dict)
+
+
 def manifest_pieces(
     head: Mapping[str, Any],
     files: Mapping[str, int],
     planner_data: Any,
     catalog: _dcp.Catalog,
     places: Places,
-    geometry: dict[int, bytes],
+    kept: KeptText,
 ) -> Iterator[bytes]:
     """Yield the bytes of a manifest: one JSON object whose last line holds the checksum of everything before.
 
@@ -45,10 +60,10 @@ def manifest_pieces(
         planner_data: the planner's data: the path of each key, for DCP's planners and ours.
         catalog: everything that the checkpoint holds.
         places: where it lies.
-        geometry: the text of chunks of packed tensors by table, which the next save of the catalog uses again.
+        kept: the text that earlier saves of the catalog have made. New text is added.
     """
     hasher = xxhash.xxh3_64()
-    for piece in _body(head, files, planner_data, catalog, places, geometry):
+    for piece in _body(head, files, planner_data, catalog, places, kept):
         hasher.update(piece)
         yield piece
     yield b'\n"xxh3_64": "%s"}' % hasher.hexdigest().encode()
@@ -60,7 +75,7 @@ def _body(
     planner_data: Any,
     catalog: _dcp.Catalog,
     places: Places,
-    geometry: dict[int, bytes],
+    kept: KeptText,
 ) -> Iterator[bytes]:
     packed = _packed(catalog, places)
     version = 2 if packed else 1
@@ -74,32 +89,25 @@ def _body(
         yield b',"shardings":' + _text(list(shardings)).encode("ascii") + b',"boxes":['
         tables = list(dict.fromkeys(catalog.tables[number] for number in packed))
         for n, table in enumerate(tables):
-            if table not in geometry:
-                geometry[table] = _table(catalog, table)
-            yield (b"," if n else b"") + geometry[table]
+            if table not in kept.tables:
+                kept.tables[table] = _table(catalog, table)
+            yield (b"," if n else b"") + kept.tables[table]
         positions = {table: n for n, table in enumerate(tables)}
         yield b"]"
     yield b',"tensors":{'
-    items = _Items(catalog, places)
+    items, columns = _Items(catalog, places), _PackedColumns(catalog, places, sorted(packed))
     separator = b""
     for number, entry in enumerate(catalog.entries):
         if entry.dtype is None:
             continue
-        described: dict[str, Any] = {
-            "dtype": str(entry.dtype).removeprefix("torch."),
-            "shape": entry.shape,
-            "requires_grad": entry.requires_grad,
-            "sharding": entry.sharding or None,
-        }
-        if shardings is not None:
-            described["sharding"] = shardings.get(entry.sharding)
         if number not in packed:
-            described["chunks"] = items.chunks(number)
-        text = f"{json.dumps(entry.key)}:{_text(described)}".encode("ascii")
-        if number in packed:
-            columns = _columns(catalog, places, number, positions[catalog.tables[number]])
-            text = b'%s,"packed":%s}' % (text[:-1], columns)
-        yield separator + text
+            chunks = {"chunks": items.chunks(number)}
+            yield separator + _tensor(entry, shardings, chunks).encode("ascii")
+        else:
+            if number not in kept.tensors:
+                kept.tensors[number] = b'%s,"packed":{"boxes":' % _tensor(entry, shardings)[:-1].encode("ascii")
+            position = positions[catalog.tables[number]]
+            yield b"%s%s%d%s" % (separator, kept.tensors[number], position, columns.text(number))
         separator = b","
     yield b'},"objects":{'
     objects = (number for number, entry in enumerate(catalog.entries) if entry.dtype is None)
@@ -114,11 +122,28 @@ def _packed(catalog: _dcp.Catalog, places: Places) -> frozenset[int]:
     many = np.flatnonzero(np.diff(catalog.first) >= PACKED_FROM)
     if not len(many):
         return frozenset()
-    # Of two positions, the second one is where the next value begins.
-    bounds = np.stack([catalog.first[many], catalog.first[many + 1]], axis=1).reshape(-1)
-    bounds = bounds[:-1] if bounds[-1] == len(catalog) else bounds
-    least, most = (fold.reduceat(places.data, bounds)[::2] for fold in (np.minimum, np.maximum))
+    least, most = _bounds(places.data, catalog, many)
     return frozenset(number for number in many[least == most].tolist() if catalog.entries[number].dtype is not None)
+
+
+def _bounds(column: Integers, catalog: _dcp.Catalog, numbers: Integers) -> tuple[Integers, Integers]:
+    """Return the smallest and the largest integer of each of some values, which have rows and ascend."""
+    # Of two positions, the second one is where the next value begins.
+    ends = np.stack([catalog.first[numbers], catalog.first[numbers + 1]], axis=1).reshape(-1)
+    ends = ends[:-1] if ends[-1] == len(catalog) else ends
+    return np.minimum.reduceat(column, ends)[::2], np.maximum.reduceat(column, ends)[::2]
+
+
+def _tensor(entry: _dcp.Entry, shardings: Mapping[str, int] | None, more: Mapping[str, Any] | None = None) -> str:
+    """Return the text of a tensor's key and members; ``more`` has members that come last."""
+    described = {
+        "dtype": str(entry.dtype).removeprefix("torch."),
+        "shape": entry.shape,
+        "requires_grad": entry.requires_grad,
+        "sharding": (entry.sharding or None) if shardings is None else shardings.get(entry.sharding),
+        **(more or {}),
+    }
+    return f"{json.dumps(entry.key)}:{_text(described)}"
 
 
 def _table(catalog: _dcp.Catalog, table: int) -> bytes:
@@ -131,19 +156,36 @@ def _table(catalog: _dcp.Catalog, table: int) -> bytes:
     return b'{"count":%d,"offsets":[%s],"sizes":[%s]}' % (len(boxes), offsets, sizes)
 
 
-def _columns(catalog: _dcp.Catalog, places: Places, number: int, position: int) -> bytes:
-    """Return the text of the places of a packed tensor."""
-    first, end = catalog.first[number : number + 2].tolist()
-    rows, blocks = slice(first, end), slice(*places.first_block[[first, end]].tolist())
-    data = int(places.data[first])
-    return b'{"boxes":%d,"file":%s,"offset":%s,"length":%s,"data":%s,"checksums":%s}' % (
-        position,
-        encoded_column(places.file[rows]),
-        encoded_column(places.offset[rows] // ALIGNMENT),
-        encoded_column(places.length[rows]),
-        b"null" if data < 0 else b"%d" % data,
-        encoded_checksums(places.checksums[blocks]),
-    )
+class _PackedColumns:
+    """The places of packed tensors.
+
+    Args:
+        catalog: everything that the checkpoint holds.
+        places: where it lies.
+        packed: the numbers of the packed tensors, ascending.
+    """
+
+    def __init__(self, catalog: _dcp.Catalog, places: Places, packed: Sequence[int]):
+        self._first = catalog.first
+        self._places = places
+        self._columns = (places.file, places.offset // ALIGNMENT, places.length)
+        self._bounds: dict[int, tuple[tuple[int, int], ...]] = {}
+        if packed:
+            numbers = np.array(packed, dtype=np.int64)
+            pairs = [zip(*(side.tolist() for side in _bounds(one, catalog, numbers))) for one in self._columns]
+            self._bounds = dict(zip(packed, zip(*pairs)))
+
+    def text(self, number: int) -> bytes:
+        """Return the members of one tensor that tell its places, and the end of the tensor."""
+        first, end = self._first[number : number + 2].tolist()
+        a, b = self._places.first_block[[first, end]].tolist()
+        data = int(self._places.data[first])
+        bounds = self._bounds[number]
+        return b',"file":%s,"offset":%s,"length":%s,"data":%s,"checksums":%s}}' % (
+            *(encoded_column(column[first:end], known) for column, known in zip(self._columns, bounds)),
+            b"null" if data < 0 else b"%d" % data,
+            encoded_checksums(self._places.checksums[a:b]),
+        )
 
 
 class _Items:

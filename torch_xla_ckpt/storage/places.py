@@ -18,6 +18,7 @@ from torch_xla_ckpt.storage.frame import ALIGNMENT
 from torch_xla_ckpt.storage.stored import BLOCK, Stored
 
 _NOWHERE = -1
+_BLOCK_BITS = BLOCK.bit_length() - 1
 
 
 class Places(StoredColumns):
@@ -63,12 +64,12 @@ class Places(StoredColumns):
 
 def blocks_of(length: Integers) -> Integers:
     """Return the number of checksummed blocks of items with these lengths in bytes."""
-    return np.maximum(1, (extents(length) + BLOCK - 1) // BLOCK)
+    return np.maximum(1, (extents(length) + (BLOCK - 1)) >> _BLOCK_BITS)
 
 
 def extents(length: Integers) -> Integers:
     """Return the bytes that items take in their files, with the zeros behind them."""
-    return (length + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    return (length + (ALIGNMENT - 1)) & -ALIGNMENT  # both are powers of two, and a division takes ten times as long
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.protocols import Bytes
 from torch_xla_ckpt.serialization import MetadataWriter
-from torch_xla_ckpt.storage.manifest_writing import manifest_pieces
+from torch_xla_ckpt.storage.manifest_writing import KeptText, manifest_pieces
 from torch_xla_ckpt.storage.places import Places
 
 
@@ -23,7 +23,7 @@ class _Kept:
 
     def __init__(self, catalog: _dcp.Catalog):
         self.writer = MetadataWriter(catalog)
-        self.geometry: dict[int, bytes] = {}
+        self.text = KeptText()
 
 
 # Two saves never work on the same parts: a save takes them out, and puts them back when it is done.
@@ -54,7 +54,7 @@ class Records:
     def manifest(self, head: Mapping[str, Any]) -> Iterator[bytes]:
         """Yield the bytes of the manifest. ``head`` has the members that tell about the save as a whole."""
         planner_data = self._metadata.planner_data
-        return manifest_pieces(head, self.files, planner_data, self._catalog, self._places, self._parts.geometry)
+        return manifest_pieces(head, self.files, planner_data, self._catalog, self._places, self._parts.text)
 
     def pickled(self) -> Iterator[Bytes]:
         """Yield the bytes of DCP's pickle."""

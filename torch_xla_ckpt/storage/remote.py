@@ -183,6 +183,7 @@ class RemoteFolder(Folder):
         commits = [path for path in paths if path.endswith(METADATA)]
         if not paths:
             return
+        self._requests.wait_for_late_puts(names)
         if self._s3 is not None:
             with self._requests.remembered(f"remove {paths[0]}", if_late=bool(commits)):
                 self._s3.remove(paths)

@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -40,9 +40,12 @@ T = TypeVar("T")
 # Azure's client takes a view for an iterable of parts.
 _ONLY_BYTES = frozenset(("abfs", "abfss", "adl", "az"))
 _RANGES_AT_ONCE = 32  # ranges of one folder that are read at the same time
+_LATE_PUTS = 10.0  # seconds to wait for puts that were overtaken, before files are removed
 
 # Requests without a condition that put or remove ``.metadata``.
 _abandoned = AbandonedCalls()
+# Puts whose second put was answered first.
+_overtaken = AbandonedCalls()
 
 
 class ByteRange(NamedTuple):
@@ -198,6 +201,9 @@ class Requests:
                 error = call.exception()
                 if error is None:
                     stragglers.answered(nbytes, time.monotonic() - began)
+                    if stragglers is self._writes:
+                        for late in running:
+                            _overtaken.add(self._location.identity, doing, late)
                     return call.result()
                 if not running:
                     raise error
@@ -261,6 +267,10 @@ class Requests:
                 "saved there in the meantime. Check the network and the store, and save again when the request has "
                 "ended; or save to another path"
             )
+
+    def wait_for_late_puts(self, names: Collection[str]) -> None:
+        """Wait a few seconds for overtaken puts of files. After the files are removed, they would bring them back."""
+        _overtaken.wait(self._location.identity, _LATE_PUTS, {f"write {name}" for name in names})
 
     def full_path(self, name: str) -> str:
         """Return the path of a file in the filesystem.

@@ -8,37 +8,44 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import pickle
 import statistics
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.pod_parts.pictures import draw
 from benchmarks.pod_parts.simulated import Pod
 from torch_xla_ckpt.planner import SPMDSavePlanner
 from torch_xla_ckpt.storage import ShardWriter
 
 PODS = {
-    "256 hosts, 1,000 tensors": Pod(256),
-    "256 hosts, 3,000 tensors, 64 replicas": Pod(256, tensors=3000, replicas=64),
-    "4,096 hosts, 1,000 tensors": Pod(4096),
+    **{f"{hosts * 4:,} chips": Pod(hosts) for hosts in (2, 16, 64, 256, 1024, 4096)},
+    "1,024 chips, 3,000 tensors, 64 replicas": Pod(256, tensors=3000, replicas=64),
 }
 CHECKED = 2_000_000  # chunks up to which every chunk is compared one by one, as DCP's objects
 
 
 def send_plans(pod: Pod, work: Path) -> None:
     """Write the plan that each host would send."""
-    state = pod.state()
-    for host in range(pod.hosts):
-        planner = SPMDSavePlanner(access=pod.access(host, state))
-        planner.set_up_planner(state)
-        plan = ShardWriter(work / "checkpoint", sync=False).prepare_local_plan(planner.create_local_plan())
-        (work / f"plan{host}").write_bytes(pickle.dumps(plan))
+    with multiprocessing.get_context("fork").Pool() as pool:
+        for _ in pool.imap_unordered(partial(send_plan, pod, pod.state(), work), range(pod.hosts), chunksize=16):
+            pass
+
+
+def send_plan(pod: Pod, state: dict[str, Any], work: Path, host: int) -> None:
+    """Write the plan that one host would send."""
+    planner = SPMDSavePlanner(access=pod.access(host, state))
+    planner.set_up_planner(state)
+    plan = ShardWriter(work / "checkpoint", sync=False).prepare_local_plan(planner.create_local_plan())
+    (work / f"plan{host}").write_bytes(pickle.dumps(plan))
 
 
 def measured(module: str, *arguments: str) -> list[dict[str, Any]]:
@@ -57,29 +64,38 @@ def measure(pod: Pod) -> dict[str, Any]:
         first, *later = measured("coordinator", folder, "checked" if pod.chunks <= CHECKED else "-", *shape)
         loads = measured("reader", str(work / "checkpoint"), *shape)
         sizes = {path.name.partition("-")[0]: path.stat().st_size for path in (work / "checkpoint").iterdir()}
-    again = [sum(save["seconds"].values()) for save in later]
-    pauses = [pause for save in (first, *later) for pause in save["pauses"].values()]
+    saves = (first, *later)
+    second = min(later, key=lambda save: sum(save["processor"].values()))
+    load = sorted(loads, key=lambda one: sum(one["processor"].values()))[len(loads) // 2]
     return {
+        "chips": pod.hosts * pod.chips,
         "chunks": pod.chunks,
-        "first": sum(first["seconds"].values()),
-        "second": min(again),
-        "memory": later[-1]["memory"],
-        "pause": max(pauses),
+        **{
+            name: {"seconds": sum(one["seconds"].values()), "processor": sum(one["processor"].values())}
+            for name, one in (("first", first), ("second", second), ("load", load))
+        },
+        "memory": max(save["memory"] for save in saves),
+        "pause": statistics.median(max(save["pauses"].values()) for save in saves),
         "balance": first["balance"],
         "plan_bytes": first["sent"],
         "metadata_bytes": sizes[".metadata"],
         "manifest_bytes": sizes["manifest"],
-        "load": statistics.median(sum(load["seconds"].values()) for load in loads),
         "phases": {"first": first, "later": later, "loads": loads},
     }
+
+
+def duration(found: dict[str, float]) -> str:
+    """Return seconds, and the processor time behind them in parentheses."""
+    return f"{found['seconds']:.2f} s ({found['processor']:.2f})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="measure only pods whose name contains this text")
     parser.add_argument("--json", help="also write the numbers to this file")
+    parser.add_argument("--picture", help="draw how the times grow with the pod into this PNG file")
     options = parser.parse_args()
-    table = Table(title="coordinator and one host of a simulated pod (seconds on this machine)")
+    table = Table(title="coordinator and one host of a simulated pod: seconds (and processor time)")
     names = ("pod", "chunks", "first save", "second save", "memory", "longest pause", "load plan", "most loaded / mean")
     for name in names:
         table.add_column(name, justify="left" if name == "pod" else "right")
@@ -91,16 +107,17 @@ def main() -> None:
         table.add_row(
             name,
             f"{found['chunks']:,}",
-            f"{found['first']:.2f} s",
-            f"{found['second']:.2f} s",
+            *(duration(found[one]) for one in ("first", "second")),
             f"{found['memory'] / 1024:.2f} GiB",
             f"{1000 * found['pause']:.0f} ms",
-            f"{found['load']:.2f} s",
+            duration(found["load"]),
             f"{found['balance']:.3f}",
         )
-    Console().print(table)
+    Console(width=max(160, Console().width)).print(table)
     if options.json:
         Path(options.json).write_text(json.dumps(results, indent=2))
+    if options.picture:
+        draw([found for name, found in results.items() if PODS[name].replicas == 1], Path(options.picture))
 
 
 if __name__ == "__main__":

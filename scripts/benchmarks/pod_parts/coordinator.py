@@ -45,13 +45,14 @@ def main(pod: Pod, work: Path, checked: bool) -> None:
             metadata = _save(pod, work, planner, writer, own, phases, number)
         line = {
             "seconds": phases.seconds,
+            "processor": phases.processor,
             "pauses": phases.pauses,
             "memory": memory("VmHWM") - start,
             "balance": _balance(writer),
             "sent": len(pickle.dumps(own)),
         }
         print(json.dumps(line), flush=True)
-        if checked and number:
+        if checked and number == SAVES - 1:  # it uses what the saves before it have kept
             check_records(work / "checkpoint", metadata)
     if checked:
         check_incomplete(_gathered(work, "plan", pod.hosts)[1:], planner)

@@ -1,4 +1,7 @@
-"""Seconds, memory, and the longest time for which other threads could not run Python."""
+"""Seconds, memory, and the longest time for which other threads could not run Python.
+
+Other programs slow a busy machine down. So times are also measured in seconds of this process's processor time.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,13 @@ class Phases:
 
     Attributes:
         seconds: how long each phase took, by name.
-        pauses: the longest time in seconds, in each phase, that a thread which wants to run every millisecond waited.
+        processor: the processor time of each phase in seconds.
+        pauses: the longest time in seconds, in each phase, that a thread which wants to run every millisecond waited
+            while this process was working.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
+    processor: dict[str, float] = field(default_factory=dict)
     pauses: dict[str, float] = field(default_factory=dict)
 
     def run(self, name: str, call: Callable[..., _T], *arguments: Any) -> _T:
@@ -37,19 +43,21 @@ class Phases:
 
         def tick() -> None:
             nonlocal longest
-            last = time.perf_counter()
+            last, worked = time.perf_counter(), time.process_time()
             while not ended.is_set():
                 time.sleep(0.001)
-                now = time.perf_counter()
-                longest, last = max(longest, now - last), now
+                now, work = time.perf_counter(), time.process_time()
+                longest = max(longest, min(now - last, work - worked))
+                last, worked = now, work
 
         thread = threading.Thread(target=tick, daemon=True)
         thread.start()
-        start = time.perf_counter()
+        start, worked = time.perf_counter(), time.process_time()
         try:
             return call(*arguments)
         finally:
             self.seconds[name] = time.perf_counter() - start
+            self.processor[name] = time.process_time() - worked
             ended.set()
             thread.join()
             self.pauses[name] = longest

@@ -29,7 +29,8 @@ def main(pod: Pod, path: Path) -> None:
             plan, metadata = phases.run("plan", _planned, pod, path, state)
         phases.run("order of reads", planned_bytes, plan.items, metadata)
         _check(pod, plan)
-        print(json.dumps({"seconds": phases.seconds, "memory": memory("VmRSS") - start}), flush=True)
+        line = {"seconds": phases.seconds, "processor": phases.processor, "memory": memory("VmRSS") - start}
+        print(json.dumps(line), flush=True)
 
 
 @without_collector
