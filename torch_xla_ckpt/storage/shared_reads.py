@@ -43,7 +43,7 @@ def needs_of(
         memory_budget: the rank's memory budget in bytes.
     """
     keys = {key: number for number, key in enumerate(metadata.state_dict_metadata)}
-    items = [(one.is_tensor, item) for one in reads for item in one.items if item.stored.inline is None]
+    items = [(one.is_tensor, item) for one in reads for item in one.items if _needs_bytes(item)]
     rows = [(is_tensor, keys[item.key], *item.position) for is_tensor, item in items]
     ranges = [item.ranges(verify, MAX_GAP) for _, item in items]
     return Needs.of(rows, ranges, memory_budget), [item.position for _, item in items]
@@ -93,7 +93,7 @@ class SharedPlan:
 
     def round_of(self, item: ItemRead) -> int:
         """Return the round in which an item is read."""
-        return _NO_ROUND if item.stored.inline is not None else self._rounds[item.position]
+        return self._rounds[item.position] if _needs_bytes(item) else _NO_ROUND
 
 
 class SharedJobReader(JobReader):
@@ -215,6 +215,11 @@ class SharedJobReader(JobReader):
                 part = views[number][start - window.start : stop - window.start]
                 array[start - window.start :][: len(part)] = np.frombuffer(part, dtype=np.uint8)
             views[number] = array.data
+
+
+def _needs_bytes(item: ItemRead) -> bool:
+    """Whether bytes of a file are needed. An empty item may have the position of another one."""
+    return item.stored.inline is None and item.needed_bytes > 0
 
 
 def _by_file(parcels: Sequence[Parcel]) -> dict[str, list[Range]]:
