@@ -276,7 +276,8 @@ def reading_together(
     if ours is not None and ours.is_together:
         return nullcontext()
     is_remote = ours is not None and not ours.location.is_local
-    agreement = agree(processes, cooperative, can=ours is not None, is_remote=is_remote, doing=doing)
+    path = "" if ours is None else ours.location.identity
+    agreement = agree(processes, cooperative, can=ours is not None, is_remote=is_remote, path=path, doing=doing)
     return nullcontext() if ours is None else ours.together(agreement)
 
 

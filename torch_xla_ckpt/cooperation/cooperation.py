@@ -26,11 +26,13 @@ class _Wish(NamedTuple):
         cooperative: the option of the call.
         can: whether the rank's storage reader can read together with others.
         is_remote: whether the rank reads from a store behind requests.
+        path: a text that is the same for all paths of one folder.
     """
 
     cooperative: bool | None
     can: bool
     is_remote: bool
+    path: str
 
 
 class Cooperation:
@@ -87,7 +89,7 @@ class Cooperation:
 
 
 def agree(
-    processes: Processes, cooperative: bool | None, *, can: bool, is_remote: bool, doing: str
+    processes: Processes, cooperative: bool | None, *, can: bool, is_remote: bool, path: str, doing: str
 ) -> Cooperation | None:
     """Agree whether to read each byte once. All ranks must call this.
 
@@ -97,6 +99,7 @@ def agree(
             to the kind of the storage.
         can: whether this rank's storage reader can read together with others.
         is_remote: whether this rank reads from a store behind requests.
+        path: a text that is the same for all paths of one folder; ranks that read from several read by themselves.
         doing: the operation, for errors.
 
     Returns:
@@ -107,7 +110,7 @@ def agree(
     """
     if processes.size == 1:
         return None
-    wishes: list[_Wish] = processes.gather(_Wish(cooperative, can, is_remote), doing)
+    wishes: list[_Wish] = processes.gather(_Wish(cooperative, can, is_remote, path), doing)
     asking = [rank for rank, wish in zip(processes.ranks, wishes) if wish.cooperative]
     refusing = [rank for rank, wish in zip(processes.ranks, wishes) if wish.cooperative is False]
     unable = [rank for rank, wish in zip(processes.ranks, wishes) if not wish.can]
@@ -121,7 +124,14 @@ def agree(
             f"{doing} failed: cooperative=True needs a ShardReader, and rank {_listed(unable)} has another storage "
             "reader. Nothing was changed. Leave out storage_reader=, or cooperative="
         )
-    if refusing or unable or not (asking or all(wish.is_remote for wish in wishes)):
+    paths = {wish.path: rank for rank, wish in zip(reversed(processes.ranks), reversed(wishes))}
+    if asking and len(paths) > 1:
+        first, second = list(paths)[-1], list(paths)[-2]
+        raise CheckpointError(
+            f"{doing} failed: cooperative=True, but rank {paths[first]} loads from {first}, and rank {paths[second]} "
+            f"from {second}. Nothing was changed. Pass the same path on all ranks, or leave out cooperative="
+        )
+    if refusing or unable or len(paths) > 1 or not (asking or all(wish.is_remote for wish in wishes)):
         return None
     return Cooperation(processes, bool(asking), doing)
 

@@ -303,6 +303,11 @@ def wishes_differ(rank, world, folder):
         reader = torch.distributed.checkpoint.FileSystemReader(f"{folder}/checkpoint")
         with failure_on_all(rank, "cooperative=True needs a ShardReader, and rank 0"):
             xc.load(empty_state(), storage_reader=reader, cooperative=True)
+        other = store.url("checkpoint" if rank == 0 else "new")
+        with failure_on_all(rank, "rank 0 loads from .*checkpoint, and rank 1 from .*new"):
+            xc.load(empty_state(), other, storage_options=options, cooperative=True)
+        with failure_on_all(rank, "the processes have found different ones.*rank 1 from .*new"):
+            xc.load(empty_state(), other, storage_options=options)
         report = xc.load(state, url, storage_options=options, cooperative=True, no_dist=True)
         assert not report.bytes_received and report.bytes_read
 
