@@ -25,9 +25,11 @@ from torch_xla_ckpt._dcp.item_arrays import (
 )
 from torch_xla_ckpt._dcp.items import (
     TensorReads,
+    Transfer,
     object_item,
     read_object,
     tensor_item,
+    transfers,
     untransformed,
     whole_read,
 )
@@ -71,6 +73,7 @@ __all__ = [
     "SentItems",
     "StorageInfo",
     "TensorReads",
+    "Transfer",
     "box_of",
     "boxes_of",
     "cause",
@@ -102,6 +105,7 @@ __all__ = [
     "storage_info",
     "tensor_item",
     "timeout_of",
+    "transfers",
     "unstored",
     "untransformed",
     "whole_read",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from torch_xla_ckpt.protocols import Folder
 from torch_xla_ckpt.storage.progress import Progress
-from torch_xla_ckpt.storage.read_bytes import ADOPTABLE, JobReader
-from torch_xla_ckpt.storage.read_plan import KeyReads, ReadJob
-from torch_xla_ckpt.storage.read_target import ReadResult, ReadTarget
+from torch_xla_ckpt.storage.ranges import Range, merged
+from torch_xla_ckpt.storage.read_bytes import JobReader
+from torch_xla_ckpt.storage.read_plan import ItemRead, ReadJob
+from torch_xla_ckpt.storage.read_target import ADOPTABLE, ReadResult, ReadTarget
 
 
 class JobRunner:
@@ -18,7 +19,7 @@ class JobRunner:
     Args:
         folder: the checkpoint's folder.
         reader: reads the bytes of a job.
-        target: the planner that receives the results.
+        target: receives the results.
         threads: number of reading threads.
         memory_budget: host memory in bytes for what is read and not committed yet.
         progress: the progress bar.
@@ -81,17 +82,23 @@ class JobRunner:
         self.bytes_read += job.bytes_read
         self.bytes_received += job.bytes_received
         freed = 0
+        complete: list[ItemRead] = []
         for key_reads, item in job.items:
             self._progress.advance(item.needed_bytes)
             key_reads.uncommitted -= 1
             if not key_reads.uncommitted:
                 freed += key_reads.buffer_bytes
-                self._forget(key_reads)
+                complete += key_reads.items
+        self._forget(complete)
         return freed
 
-    def _forget(self, key_reads: KeyReads) -> None:
-        """Let the operating system drop the pages of a key's large items."""
-        for item in key_reads.items:
-            stored = item.stored
-            if stored.extent >= ADOPTABLE:
-                self._folder.forget(stored.relative_path, stored.offset, stored.offset + stored.extent)
+    def _forget(self, items: Iterable[ItemRead]) -> None:
+        """Let the operating system drop the pages of large items. Neighbours are dropped together."""
+        by_file: dict[str, list[Range]] = {}
+        for item in items:
+            stored, extent = item.stored, item.stored.extent
+            if extent >= ADOPTABLE:
+                by_file.setdefault(stored.relative_path, []).append((stored.offset, stored.offset + extent))
+        for name, ranges in by_file.items():
+            for start, stop in merged(ranges):
+                self._folder.forget(name, start, stop)

@@ -11,19 +11,19 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
 from torch_xla_ckpt.cooperation import Cooperation, Exchange, Needs, Share
 from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, ReplacedCheckpointError
-from torch_xla_ckpt.protocols import Folder
+from torch_xla_ckpt.protocols import ElementSink, Folder
 from torch_xla_ckpt.reports import RequestCounts
 from torch_xla_ckpt.runtime import without_collector
 from torch_xla_ckpt.storage.absent import no_checkpoint
@@ -38,7 +38,7 @@ from torch_xla_ckpt.storage.progress import Progress
 from torch_xla_ckpt.storage.read_bytes import JobReader
 from torch_xla_ckpt.storage.read_jobs import JobRunner
 from torch_xla_ckpt.storage.read_plan import JOB_BYTES, jobs_of, reads_by_key
-from torch_xla_ckpt.storage.read_target import ReadTarget
+from torch_xla_ckpt.storage.read_target import ElementTarget, PlannerTarget, ReadTarget
 from torch_xla_ckpt.storage.shared_index import FoundIndex, read_together
 from torch_xla_ckpt.storage.shared_reads import Position, SharedJobReader, SharedPlan, needs_of, shared_jobs
 
@@ -266,7 +266,7 @@ class ShardReader(StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         needs: Needs | None = None
         if self._cooperation is not None and self._rank is None:
-            reads = reads_by_key(plan.items, self._metadata, None)
+            reads = reads_by_key(plan.items, self._metadata)
             needs, self._positions = needs_of(reads, self._metadata, self._verify, self._memory_budget)
         return replace(plan, storage_data=_FoundCheckpoint(self.version, self.location.identity, needs))
 
@@ -287,14 +287,20 @@ class ShardReader(StorageReader):
         return [replace(plan, storage_data=share) for plan, share in zip(plans, shares)]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        try:
-            self._read_data(plan, planner)
-        except CorruptCheckpointError as error:
-            self.require_current(error)
-            raise
+        share = plan.storage_data if isinstance(plan.storage_data, Share) else None
+        self._read(plan.items, PlannerTarget(planner), share)
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
         return done
+
+    def read_elements(self, items: Sequence[ReadItem], sink: ElementSink) -> None:
+        """Read regions of tensors into a sink, without a planner.
+
+        Args:
+            items: the reads, of tensors only.
+            sink: receives the elements of each read.
+        """
+        self._read(items, ElementTarget(sink))
 
     def require_current(self, error: Exception) -> None:
         """Make sure that what looks like damage is not a replaced checkpoint.
@@ -314,25 +320,27 @@ class ShardReader(StorageReader):
             "there may be whole: load again"
         )
 
-    def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        share: Share | None = plan.storage_data
-        if share is None or self._cooperation is None:
-            self._read_planned(plan, planner, None)
-            return
-        exchange = self._cooperation.exchange()
-        with exchange.aborted_on_error():
-            self._read_planned(plan, planner, (exchange, SharedPlan(share, self._positions)))
+    def _read(self, items: Sequence[ReadItem], target: ReadTarget, share: Share | None = None) -> None:
+        try:
+            if share is None or self._cooperation is None:
+                self._run(items, target, None)
+                return
+            exchange = self._cooperation.exchange()
+            with exchange.aborted_on_error():
+                self._run(items, target, (exchange, SharedPlan(share, self._positions)))
+        except CorruptCheckpointError as error:
+            self.require_current(error)
+            raise
 
-    def _read_planned(self, plan: LoadPlan, planner: LoadPlanner, together: tuple[Exchange, SharedPlan] | None) -> None:
-        """Read what a plan requests.
+    def _run(self, items: Sequence[ReadItem], target: ReadTarget, together: tuple[Exchange, SharedPlan] | None) -> None:
+        """Read what is requested.
 
         Args:
-            plan: the plan.
-            planner: receives the results.
+            items: the requests.
+            target: receives the results.
             together: the connections to the other ranks, and this rank's part of reading together; None to read alone.
         """
-        target = ReadTarget(planner)
-        reads = reads_by_key(plan.items, self._metadata, target.sink)
+        reads = reads_by_key(items, self._metadata, target.buffer_bytes)
         needed = sum(key_reads.needed_bytes for key_reads in reads)
         self.stats.bytes_needed += needed
         remote = self._folder.remote
