@@ -202,7 +202,7 @@ def load(
         verify, progress: see ``ShardReader``, which has further options. Without effect if ``storage_reader`` is given.
         cooperative: whether each byte that several ranks need is read by one of them, which passes it on to the others
             over the process group; the index of the checkpoint too. True: yes, from any storage. False: every rank
-            reads what it needs. None (default): yes, if the checkpoint is in a store and this saves reading 8 MiB or
+            reads what it needs. None (default): yes, if the checkpoint is in a store and this saves reading 64 MiB or
             more. Without effect in a single process. ``docs/scale.md`` explains it.
         storage_options: options of fsspec's filesystem for a URL, for example credentials. Default: none.
         storage_reader: DCP storage to read with. Default: a ``ShardReader``.

@@ -15,8 +15,8 @@ from torch_xla_ckpt.errors import CheckpointError
 
 T = TypeVar("T")
 
-LEAST_BYTES = 8 << 20
-"""Bytes that reading together must save if nobody has asked for it. Connecting the ranks takes longer than fewer."""
+LEAST_BYTES = 64 << 20
+"""Bytes that reading together must save if nobody has asked for it. For fewer, the store takes little time anyway."""
 
 
 class _Wish(NamedTuple):
