@@ -23,7 +23,7 @@ from torch_xla_ckpt.storage.progress import OnProgress
 from torch_xla_ckpt.storage.read_plan import planned_bytes
 from torch_xla_ckpt.storage.reader import ReadStats, ShardReader
 from torch_xla_ckpt.storage.stored import Stored, checksum
-from torch_xla_ckpt.storage.verify import verify
+from torch_xla_ckpt.storage.verify import require_undamaged, verify
 from torch_xla_ckpt.storage.verify_report import VerifyReport
 from torch_xla_ckpt.storage.writer import ShardWriter
 
@@ -61,6 +61,7 @@ __all__ = [
     "read_foreign",
     "read_index",
     "read_listing",
+    "require_undamaged",
     "verify",
     "written_by",
     "written_sizes",

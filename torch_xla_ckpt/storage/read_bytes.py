@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, Damage, UnsafeObjectError
 from torch_xla_ckpt.protocols import Folder, Window
-from torch_xla_ckpt.serialization import Refused, restricted
+from torch_xla_ckpt.serialization import Archive, ArchiveError, Refused, restricted
 from torch_xla_ckpt.storage.chunk_bytes import ChunkBytes
 from torch_xla_ckpt.storage.file_errors import NOT_A_FILE, TRANSIT, NotAFile
 from torch_xla_ckpt.storage.ranges import MAX_GAP, Range, blocks_of
@@ -178,9 +178,12 @@ class JobReader:
             chunk = ChunkBytes(item, view, stored.offset + stored.data - start)
             return _to_commit([self._target.fill(request, chunk) for request in item.requests])
         data = view[stored.offset - start :][: stored.length]
+        stream = _stream(item, data)
+        if self._verify and stored.checksums is None:
+            _require_crc(item, stream)
         if item.saved is None:
             return [ReadResult(request, _stream(item, data)) for request in item.requests]
-        tensor = _unpickled(item, _stream(item, data))
+        tensor = _unpickled(item, stream)
         return _to_commit(self._target.fill_from(request, _region(tensor, request)) for request in item.requests)
 
 
@@ -224,6 +227,20 @@ def _stream(item: ItemRead, data: memoryview) -> io.BytesIO:
             f"cannot read {item.key!r}: it was written through the DCP extensions {', '.join(extensions)} "
             f"({type(error).__name__}: {error}). Read it with DCP's FileSystemReader and its _extension_registry"
         ) from error
+
+
+def _require_crc(item: ItemRead, stream: io.BytesIO) -> None:
+    """Compare the records of an archive with their CRC-32. An item that is no archive has none.
+
+    Raises:
+        CorruptCheckpointError: a record differs.
+    """
+    try:
+        misfits, _ = Archive(stream.getbuffer()).check()
+    except ArchiveError:
+        return
+    if misfits:
+        raise _wrong_item(item, f"the record {misfits[0]} does not match its CRC-32")
 
 
 def _unpickled(item: ItemRead, stream: io.BytesIO) -> torch.Tensor:

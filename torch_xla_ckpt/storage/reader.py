@@ -76,8 +76,9 @@ class ShardReader(StorageReader):
 
     Any planner can use a ``ShardReader``. Local files are memory-mapped; remote files are read with concurrent ranged
     requests. Of each saved chunk, only the blocks with needed bytes are read, each once. Checkpoints of other writers
-    have no manifest and so no checksums; their items are read whole. Of safetensors and ``torch.save`` files, which
-    have no checksums either, exactly the needed bytes are read; of remote ones, gaps up to 64 KiB between them too.
+    have no manifest; their items are read whole and compared with the CRC-32 of torch's archives. Of safetensors and
+    ``torch.save`` files, which have no checksums either, exactly the needed bytes are read; of remote ones, gaps up to
+    64 KiB between them too.
 
     Args:
         path: the checkpoint's folder, or a file: a local path or any fsspec URL.
@@ -214,6 +215,11 @@ class ShardReader(StorageReader):
     def is_pinned(self) -> bool:
         """Whether a ``pinned`` block is running."""
         return self._pinned
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the checkpoint that was read last is a safetensors or ``torch.save`` file or folder."""
+        return self._is_foreign
 
     def _read_index(self, rank: int | None) -> CheckpointIndex:
         find = functools.partial(self._find_index, rank)
