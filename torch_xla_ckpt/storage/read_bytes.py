@@ -61,7 +61,7 @@ class JobReader:
         gap = self._gap(items)
         ranges = [item.ranges(self._verify, gap) for item in items]
         windows, numbers = windows_of(items, ranges, gap)
-        views = self._views(windows, items, job)
+        views = self._first_views(job, items, ranges, windows, numbers)
         reread: set[int] = set()  # numbers of windows that were read a second time
         results: list[ReadResult] = []
         for item, wanted, number in zip(items, ranges, numbers):
@@ -71,17 +71,65 @@ class JobReader:
             if not wanted:
                 results += self._without_bytes(item)
                 continue
-            damage = self._damage(item, wanted, windows[number], views[number])
-            if damage is not None and self._folder.remote and number not in reread:
-                reread.add(number)
-                (views[number],) = self._views([windows[number]], items, job)
-                first, damage = damage, self._damage(item, wanted, windows[number], views[number])
-                if damage is None:
-                    logger.warning(TRANSIT, self._folder.url, first)
-            if damage is not None:
-                raise corrupt(damage)
+            self._require_intact(item, wanted, number, windows, views, items, job, reread)
             results += self._filled(item, windows[number].start, views[number])
         return results
+
+    def abort(self) -> None:
+        """Let calls of ``read`` in other threads end soon, because the load has failed."""
+
+    def _first_views(
+        self,
+        job: ReadJob,
+        items: Sequence[ItemRead],
+        ranges: Sequence[Sequence[Range]],
+        windows: Sequence[Window],
+        numbers: Sequence[int],
+    ) -> list[memoryview]:
+        """Return the bytes of each window.
+
+        Args:
+            job: the job.
+            items: its items.
+            ranges: for each item, the byte ranges to read.
+            windows: the windows.
+            numbers: for each item, the number of its window; -1 if the item needs no bytes.
+        """
+        return self._views(windows, items, job)
+
+    def _require_intact(
+        self,
+        item: ItemRead,
+        wanted: Sequence[Range],
+        number: int,
+        windows: Sequence[Window],
+        views: list[memoryview],
+        items: Sequence[ItemRead],
+        job: ReadJob,
+        reread: set[int],
+    ) -> None:
+        """Compare bytes of an item with their checksums. Read a window of a store a second time if they differ.
+
+        Args:
+            item: the item.
+            wanted: the byte ranges to check.
+            number: the number of the item's window.
+            windows, views: the windows and their bytes. Bytes that are read again are put into ``views``.
+            items, job: the job, and its items.
+            reread: the windows that were read a second time. This window may be added.
+
+        Raises:
+            CorruptCheckpointError: the bytes are not what was written.
+        """
+        damage = self._damage(item, wanted, windows[number], views[number])
+        if damage is not None and self._folder.remote and number not in reread:
+            reread.add(number)
+            (views[number],) = self._views([windows[number]], items, job)
+            first, damage = damage, self._damage(item, wanted, windows[number], views[number])
+            if damage is None:
+                logger.warning(TRANSIT, self._folder.url, first)
+        if damage is not None:
+            raise corrupt(damage)
 
     def _views(self, windows: Sequence[Window], items: Sequence[ItemRead], job: ReadJob) -> list[memoryview]:
         try:
