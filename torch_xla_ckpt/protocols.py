@@ -2,16 +2,17 @@
 
 Saving: a planner that is a ``SaveSource`` gets shards from a ``TensorAccess``; storage writes them into the ``Sink``
 of a ``Folder``. Loading: storage reads ``Window``s of a ``Folder`` and hands tensors to a planner that is a
-``LoadSink``, which puts them on devices through a ``TensorAccess``. A snapshot's ``SnapshotData`` stands in for the
-tensor during an async save.
+``LoadSink``, which puts them on devices through a ``TensorAccess``; an ``ElementSink`` takes them as they were read. A
+snapshot's ``SnapshotData`` stands in for the tensor during an async save.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
+import numpy.typing as npt
 import torch
 import xxhash
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
@@ -20,6 +21,8 @@ from torch_xla_ckpt.layout import Box, TensorLayout
 from torch_xla_ckpt.reports import RequestCounts
 
 Bytes = bytes | memoryview
+Elements = npt.NDArray[Any]
+"""Elements of a tensor, as a numpy array of integers of their size. numpy lacks many of torch's dtypes."""
 
 
 class TensorAccess(Protocol):
@@ -99,6 +102,22 @@ class LoadSink(Protocol):
 
     def buffer_bytes(self, key: str) -> int:
         """Return the bytes of host memory that a tensor's buffers take until all its reads are committed."""
+
+
+class ElementSink(Protocol):
+    """Takes the elements of tensors from the memory that they were read into. Many threads call its methods."""
+
+    def take(self, read_item: ReadItem, elements: Elements) -> None:
+        """Take the elements of a read, which have been checked.
+
+        Args:
+            read_item: the read.
+            elements: an array of the read's shape, often with strides. Its numpy type is as wide as the tensor's dtype.
+                The memory is only valid during the call.
+        """
+
+    def buffer_bytes(self, key: str) -> int:
+        """Return the bytes of host memory that a tensor's buffers take until all its elements have been taken."""
 
 
 @dataclass(frozen=True)

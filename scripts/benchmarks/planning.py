@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import IncompleteCheckpointError
 from torch_xla_ckpt.layout import Box
+from torch_xla_ckpt.planner import ReadPlanner
 from torch_xla_ckpt.planner.owners import prove_complete
-from torch_xla_ckpt.planner.reads import plan_reads
 from torch_xla_ckpt.planner.save import SPMDSavePlanner
 
 SHAPE = (4096, 4096)
@@ -94,7 +94,7 @@ def measure(cut: tuple[int, int], tensors: int, repeat: int) -> dict[str, float]
     return {
         "proof": median(lambda: prove_complete(metadata), repeat),
         "save_plan": median(lambda: SPMDSavePlanner().create_global_plan(gathered), repeat),
-        "load_plan": median(lambda: [plan_reads(key, key, needed, md) for key, md in metadata.items()], repeat),
+        "load_plan": median(lambda: [ReadPlanner(key, key, md).plan(needed) for key, md in metadata.items()], repeat),
         "stock_each": median(lambda: _validate_global_plan([SavePlan([])], one), repeat),
     }
 

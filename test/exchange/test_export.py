@@ -183,6 +183,13 @@ def test_checkpoint_of_stock_dcp_is_exported(tmp_path):
     assert_same(written(tmp_path / "model"))
 
 
+def test_conjugated_tensors_of_stock_dcp_are_exported_as_they_are(tmp_path):
+    state = {"conj": random_bits((3, 5), torch.complex64).conj(), "view": random_bits((6, 4), torch.float32).t()}
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "stock", no_dist=True)
+    xc.export(tmp_path / "stock", tmp_path / "model.pt", format="torch")
+    assert_same(torch.load(tmp_path / "model.pt", weights_only=True), {k: v.resolve_conj() for k, v in state.items()})
+
+
 def test_step_of_a_run_is_exported_and_the_run_itself_names_its_steps(tmp_path):
     with xc.CheckpointManager(tmp_path / "run") as manager:
         manager.save(10, {"model": HOST}, force=True)

@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch_xla import _XLAC
 
@@ -430,3 +430,63 @@ def test_damage_is_found_before_a_planner_adopts_memory(tmp_path):
     with pytest.raises(BaseException) as caught:
         dcp.load({"t": torch.zeros_like(host)}, storage_reader=xc.ShardReader(tmp_path), planner=planner)
     assert isinstance(caught.value.failures[0][0], xc.CorruptCheckpointError) and planner.kept == {}
+
+
+class Takes:
+    """An ``ElementSink`` that copies what it is given."""
+
+    def __init__(self):
+        self.taken = {}
+
+    def take(self, read_item, elements):
+        assert elements.shape == tuple(read_item.lengths)
+        self.taken[read_item.dest_index.fqn] = elements.tobytes()
+
+    def buffer_bytes(self, key):
+        return 0
+
+
+@pytest.mark.parametrize("writer", ["ours", "stock"])
+def test_a_sink_of_elements_gets_the_bits_of_every_region(tmp_path, writer):
+    dtypes = [torch.bool, torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex64, torch.complex128]
+    state = {str(dtype): random_bits((5, 7), dtype) for dtype in dtypes}
+    state |= {"0-d": torch.tensor(7), "empty": torch.empty(0, 3), "conj": random_bits((4,), torch.complex64).conj()}
+    xc.save(state, tmp_path) if writer == "ours" else dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    reader = xc.ShardReader(tmp_path)
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    regions = {key: value[1:4, 2:6] if value.ndim == 2 and len(value) == 5 else value for key, value in state.items()}
+    items = [
+        ReadItem(
+            LoadItemType.TENSOR,
+            MetadataIndex(key, (0,) * value.ndim),
+            torch.Size((0,) * value.ndim),
+            MetadataIndex(key, (0,) * value.ndim),
+            torch.Size((1, 2) if value.shape == (3, 4) else (0,) * value.ndim),
+            value.shape,
+        )
+        for key, value in regions.items()
+    ]
+    sink = Takes()
+    reader.read_elements(items, sink)
+    for key, value in regions.items():
+        plain = value.resolve_conj().contiguous().reshape(-1)
+        assert sink.taken[key] == (plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""), key
+
+
+def test_a_sink_of_elements_never_gets_damaged_ones(tmp_path):
+    xc.save({"t": random_bits((3, 100_000), torch.int32)}, tmp_path)
+    (file,) = tmp_path.glob("*.distcp")
+    raw = bytearray(file.read_bytes())
+    raw[600_000] ^= 1
+    file.write_bytes(raw)
+    reader = xc.ShardReader(tmp_path)
+    reader.set_up_storage_reader(reader.read_metadata(), is_coordinator=False)
+    zero = torch.Size((0, 0))
+    item = ReadItem(
+        LoadItemType.TENSOR, MetadataIndex("t", zero), zero, MetadataIndex("t", zero), zero, torch.Size((3, 100_000))
+    )
+    sink = Takes()
+    with pytest.raises(xc.CorruptCheckpointError):
+        reader.read_elements([item], sink)
+    assert not sink.taken

@@ -55,6 +55,10 @@ class Program:
         return self._process.exitcode
 
     @property
+    def pid(self):
+        return self._process.pid
+
+    @property
     def returncode(self):
         return self._process.exitcode
 

@@ -15,7 +15,7 @@ from torch_xla_ckpt._dcp.catalog import Catalog
 from torch_xla_ckpt._dcp.chunks import Chunks
 from torch_xla_ckpt._dcp.entries import Entry, decoded_entries, encoded_entries
 from torch_xla_ckpt._dcp.failures import cause
-from torch_xla_ckpt._dcp.groups import default_store, is_alive, new_group
+from torch_xla_ckpt._dcp.groups import default_store, is_alive, new_group, timeout_of
 from torch_xla_ckpt._dcp.item_arrays import (
     AssignedItems,
     Items,
@@ -25,9 +25,11 @@ from torch_xla_ckpt._dcp.item_arrays import (
 )
 from torch_xla_ckpt._dcp.items import (
     TensorReads,
+    Transfer,
     object_item,
     read_object,
     tensor_item,
+    transfers,
     untransformed,
     whole_read,
 )
@@ -71,6 +73,7 @@ __all__ = [
     "SentItems",
     "StorageInfo",
     "TensorReads",
+    "Transfer",
     "box_of",
     "boxes_of",
     "cause",
@@ -101,6 +104,8 @@ __all__ = [
     "state_of",
     "storage_info",
     "tensor_item",
+    "timeout_of",
+    "transfers",
     "unstored",
     "untransformed",
     "whole_read",

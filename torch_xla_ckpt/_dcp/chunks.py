@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from torch_xla_ckpt.layout import Box, BoxArray, ChunkIndex, Integers
+from torch_xla_ckpt.layout import BoxArray
 
 _LOOKUPS = 16  # chunks that are searched one by one before all of them are put into a dict
-_KEPT = 4096  # boxes whose overlapping chunks are kept
 
 
 class Chunks(Sequence[ChunkStorageMetadata]):
@@ -29,8 +28,6 @@ class Chunks(Sequence[ChunkStorageMetadata]):
         self.boxes = boxes
         self._lookups = 0
         self._numbers: dict[tuple[int, ...], int] | None = None
-        self._index: ChunkIndex | None = None
-        self._found: dict[Box, tuple[Integers, BoxArray]] = {}
 
     def __len__(self) -> int:
         return len(self.boxes)
@@ -71,19 +68,6 @@ class Chunks(Sequence[ChunkStorageMetadata]):
 
     def __reduce__(self) -> Any:
         return list, (list(self),)
-
-    def overlaps(self, box: Box) -> tuple[Integers, BoxArray]:
-        """Return the chunks that overlap a box; see ``ChunkIndex``.
-
-        Tensors with equal chunks are often asked for the same boxes, so the answers are kept.
-        """
-        found = self._found.get(box)
-        if found is None:
-            self._index = self._index or ChunkIndex(self.boxes)
-            found = self._index.overlaps(box)
-            if len(self._found) < _KEPT:
-                self._found[box] = found
-        return found
 
     def number(self, offsets: Sequence[int]) -> int | None:
         """Return the position of the chunk at these offsets; None if there is none."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from typing import IO
+from collections.abc import Iterable, Sequence
+from typing import IO, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, TensorWriteData, WriteItem, WriteItemType
 
-from torch_xla_ckpt.layout import Box, BoxArray, Integers
+from torch_xla_ckpt.layout import Box, BoxArray
 
 
 def tensor_item(key: str, chunk: ChunkStorageMetadata, properties: TensorProperties, shape: torch.Size) -> WriteItem:
@@ -59,64 +59,84 @@ def whole_read(key: str, source: str, saved: TensorStorageMetadata, box: Box) ->
     )
 
 
-class TensorReads:
-    """Makes the orders to read one saved tensor into the boxes of its target.
+class Transfer(NamedTuple):
+    """Elements that a read takes out of a saved chunk, and their place in a box of the target.
 
-    Orders share equal offsets, sizes and indices. A load can have millions of orders, and the garbage collector's time
-    to visit their objects dominates planning.
+    Args:
+        chunk: first index of the chunk in the saved tensor.
+        into: first index in the box.
+        out_of: first index in the chunk.
+        lengths: number of indices in each dimension.
+    """
+
+    chunk: torch.Size
+    into: torch.Size
+    out_of: torch.Size
+    lengths: torch.Size
+
+
+def transfers(target: Box, chunks: BoxArray, parts: BoxArray) -> list[Transfer]:
+    """Return the transfers that fill a box of the target.
+
+    Transfers share equal sizes. A load can have millions of reads, and the garbage collector's time to visit their
+    objects dominates planning.
+
+    Args:
+        target: the box to fill.
+        chunks: the saved chunks that overlap the box.
+        parts: the region shared with each of these chunks, in coordinates of the global tensor.
+    """
+    sizes: dict[tuple[int, ...], torch.Size] = {}
+
+    def size(numbers: list[int]) -> torch.Size:
+        key = tuple(numbers)
+        found = sizes.get(key)
+        if found is None:
+            found = sizes[key] = torch.Size(key)
+        return found
+
+    columns = (
+        chunks.starts,
+        parts.starts - target.bounds[0],
+        parts.starts - chunks.starts,
+        parts.stops - parts.starts,
+    )
+    return [Transfer(*map(size, row)) for row in zip(*(column.tolist() for column in columns))]
+
+
+class TensorReads:
+    """Makes the orders to read one saved tensor into the boxes of its target. Orders share equal indices.
 
     Args:
         key: the target's key.
         source: the key under which the tensor was saved.
-        chunks: the saved chunks.
     """
 
-    def __init__(self, key: str, source: str, chunks: BoxArray):
+    def __init__(self, key: str, source: str):
         self._key = key
         self._source = source
-        self._chunks = chunks
-        self._indices: dict[int, MetadataIndex] = {}
-        self._sizes: dict[tuple[int, ...], torch.Size] = {}
+        self._indices: dict[torch.Size, MetadataIndex] = {}
 
-    def fill(self, target: Box, numbers: Integers, parts: BoxArray) -> list[ReadItem]:
-        """Return the orders that fill a box of the target.
-
-        Args:
-            target: the box to fill.
-            numbers: the chunks that overlap the box, as positions in ``chunks``.
-            parts: the region shared with each of these chunks, in coordinates of the global tensor.
-        """
+    def fill(self, target: Box, moves: Iterable[Transfer]) -> list[ReadItem]:
+        """Return the orders that fill a box of the target."""
         index = MetadataIndex(self._key, target.offsets)
-        starts = self._chunks.take(numbers).starts
-        columns = (
-            parts.starts - target.bounds[0],
-            parts.starts - starts,
-            parts.stops - parts.starts,
-        )
         return [
             ReadItem(
                 type=LoadItemType.TENSOR,
                 dest_index=index,
-                dest_offsets=self._size(into),
-                storage_index=self._index(number),
-                storage_offsets=self._size(out_of),
-                lengths=self._size(lengths),
+                dest_offsets=move.into,
+                storage_index=self._index(move.chunk),
+                storage_offsets=move.out_of,
+                lengths=move.lengths,
             )
-            for number, into, out_of, lengths in zip(numbers.tolist(), *(column.tolist() for column in columns))
+            for move in moves
         ]
 
-    def _index(self, number: int) -> MetadataIndex:
-        index = self._indices.get(number)
+    def _index(self, chunk: torch.Size) -> MetadataIndex:
+        index = self._indices.get(chunk)
         if index is None:
-            index = self._indices[number] = MetadataIndex(self._source, self._chunks.starts[number].tolist())
+            index = self._indices[chunk] = MetadataIndex(self._source, chunk)
         return index
-
-    def _size(self, numbers: list[int]) -> torch.Size:
-        key = tuple(numbers)
-        size = self._sizes.get(key)
-        if size is None:
-            size = self._sizes[key] = torch.Size(key)
-        return size
 
 
 def untransformed(item: ReadItem, descriptors: Sequence[str], data: IO[bytes]) -> io.BytesIO:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from types import EllipsisType
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import ReadItem
 
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
@@ -17,36 +19,45 @@ from torch_xla_ckpt.exchange.layout import Layout, OutTensor, batches_of
 from torch_xla_ckpt.exchange.local_files import LocalFiles, is_one_run
 from torch_xla_ckpt.exchange.streamed_files import StreamedFiles
 from torch_xla_ckpt.layout import Box, Claim, assign
-from torch_xla_ckpt.planner import plan_reads
-from torch_xla_ckpt.protocols import LoadSink
+from torch_xla_ckpt.planner import ReadPlans
+from torch_xla_ckpt.protocols import Elements, ElementSink
 from torch_xla_ckpt.state import Buffers
-from torch_xla_ckpt.storage import ShardReader
+from torch_xla_ckpt.storage import ShardReader, as_bits
 
 _Region = tuple[OutTensor, Box]
+_Place = tuple[str, torch.Size]  # name of a tensor, and offsets of a region
 
 
-class _Filled(LoadPlanner, LoadSink):
-    """Receives regions of tensors in buffers of their size. Buffers are reused when regions are done."""
+class _Regions(ElementSink):
+    """Puts regions of tensors together in buffers of their size.
 
-    def __init__(self, regions: Sequence[_Region], metadata: Metadata, buffers: Buffers):
+    Args:
+        regions: the regions.
+        metadata: the checkpoint's metadata.
+        plans: plans the reads.
+        buffers: memory of regions that are done, for the next regions.
+    """
+
+    def __init__(self, regions: Sequence[_Region], metadata: Metadata, plans: ReadPlans, buffers: Buffers):
         self._boxes = {(tensor.name, torch.Size(box.offsets)): (tensor, box) for tensor, box in regions}
         self._bytes: Counter[str] = Counter()
         for tensor, box in regions:
             self._bytes[tensor.name] += box.volume * tensor.dtype.itemsize
         self._buffers = buffers
         self._lock = threading.Lock()
+        self._pending: dict[_Place, int] = {}
+        self._filling: dict[_Place, tuple[torch.Tensor, Elements]] = {}  # buffers, and their memory as numpy sees it
         self.items: list[ReadItem] = []
-        self._pending: dict[tuple[str, torch.Size], int] = {}
-        self._filling: dict[tuple[str, torch.Size], torch.Tensor] = {}
         flaws: dict[str, list[str]] = {}
-        for tensor, box in regions:
+        for place, (tensor, box) in self._boxes.items():
             saved = metadata.state_dict_metadata[tensor.source]
             assert isinstance(saved, TensorStorageMetadata)
-            reads = plan_reads(tensor.name, tensor.source, [box] if box.volume else [], saved)
+            reads = plans.plan(tensor.name, tensor.source, [box] if box.volume else [], saved)
             if reads.flaws:
                 flaws[tensor.source] = [str(flaw) for flaw in reads.flaws[:3]]
-            self._pending[tensor.name, torch.Size(box.offsets)] = len(reads.items)
+            self._pending[place] = len(reads.items)
             self.items += reads.items
+            self.expect(place, reads.items)
         flaws |= {key: parts[:3] for key, parts in _dcp.unstored(metadata, {t.source for t, _ in regions}).items()}
         if flaws:
             raise IncompleteCheckpointError(
@@ -56,102 +67,65 @@ class _Filled(LoadPlanner, LoadSink):
                 keys=tuple(flaws),
             )
 
+    def expect(self, place: _Place, items: Sequence[ReadItem]) -> None:
+        """Prepare for the reads of a region."""
+
     def buffer_bytes(self, key: str) -> int:
         return self._bytes[key]
 
-    def adopt(self, read_item: ReadItem, tensor: torch.Tensor) -> bool:
-        return False
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+    def take(self, read_item: ReadItem, elements: Elements) -> None:
         place = _place(read_item)
+        tensor, box = self._boxes[place]
         with self._lock:
             if place not in self._filling:
-                tensor, box = self._boxes[place]
-                self._filling[place] = self._buffers.empty(box.sizes, tensor.dtype)
-            buffer = self._filling[place]
-        return buffer[tuple(slice(at, at + n) for at, n in zip(read_item.dest_offsets, read_item.lengths))]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        place = _place(read_item)
-        self._pending[place] -= 1
-        if not self._pending[place]:
-            self.complete(*self._boxes[place], self._filling.pop(place))
+                data = self._buffers.empty(box.sizes, tensor.saved)
+                self._filling[place] = data, as_bits(data)
+            data, memory = self._filling[place]
+        region = (slice(at, at + n) for at, n in zip(read_item.dest_offsets, read_item.lengths))
+        into: tuple[slice | EllipsisType, ...] = (*region, ...)  # without "...", a 0-d buffer gives a copy
+        np.copyto(memory[into], elements, casting="no")
+        with self._lock:
+            self._pending[place] -= 1
+            if self._pending[place]:
+                return
+            del self._filling[place]
+        self.complete(tensor, box, data)
 
     def complete(self, tensor: OutTensor, box: Box, data: torch.Tensor) -> None:
-        """Take the elements of a region."""
-        raise NotImplementedError
-
-    # A storage reader calls none of these.
-
-    def set_up_planner(self, state_dict: object, metadata: object = None, is_coordinator: bool = False) -> None:
-        raise NotImplementedError
-
-    def create_local_plan(self) -> LoadPlan:
-        raise NotImplementedError
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        raise NotImplementedError
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        raise NotImplementedError
-
-    def load_bytes(self, read_item: ReadItem, value: object) -> None:
+        """Take the elements of a region. Called by the thread that has read the last of them."""
         raise NotImplementedError
 
 
-class _Written(_Filled):
+class _Written(_Regions):
     """Writes regions to local files. Chunks that are rows of their tensor are written from the memory that was read."""
 
-    def __init__(self, regions: Sequence[_Region], metadata: Metadata, files: LocalFiles):
-        super().__init__(regions, metadata, Buffers())
+    def __init__(self, regions: Sequence[_Region], metadata: Metadata, plans: ReadPlans, files: LocalFiles):
+        # A region is put together in a buffer, or each of its reads is written alone. A mixture would leave holes.
+        self._direct: set[_Place] = set()
         self._files = files
-        self._adopted: set[tuple[Hashable, ...]] = set()
-        by_place: dict[tuple[str, torch.Size], list[ReadItem]] = {}
-        for item in self.items:
-            by_place.setdefault(_place(item), []).append(item)
-        # A region is assembled in a buffer, or each of its reads is written alone. A mixture would leave holes.
-        self._direct = {
-            place
-            for place, items in by_place.items()
-            if all(is_one_run(self._boxes[place][0].shape, self._target(item)) for item in items)
-        }
+        super().__init__(regions, metadata, plans, Buffers())
 
-    def _target(self, item: ReadItem) -> Box:
-        """Return the region of the whole tensor that a read fills."""
-        _, box = self._boxes[_place(item)]
-        return Box(tuple(at + more for at, more in zip(box.offsets, item.dest_offsets)), tuple(item.lengths))
+    def expect(self, place: _Place, items: Sequence[ReadItem]) -> None:
+        tensor, box = self._boxes[place]
+        if all(is_one_run(tensor.shape, _target(box, item)) for item in items):
+            self._direct.add(place)
 
-    def adopt(self, read_item: ReadItem, tensor: torch.Tensor) -> bool:
-        if _place(read_item) not in self._direct:
-            return False
-        self._files.write(read_item.dest_index.fqn, self._target(read_item), tensor)
-        with self._lock:
-            self._adopted.add(_region_of(read_item))
-        return True
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+    def take(self, read_item: ReadItem, elements: Elements) -> None:
         place = _place(read_item)
-        if place not in self._direct:
-            return super().resolve_tensor(read_item)
-        return self._buffers.empty(read_item.lengths, self._boxes[place][0].dtype)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        if _place(read_item) not in self._direct:
-            super().commit_tensor(read_item, tensor)
-        elif _region_of(read_item) in self._adopted:
-            self._adopted.remove(_region_of(read_item))
+        if place in self._direct:
+            self._files.write(read_item.dest_index.fqn, _target(self._boxes[place][1], read_item), elements)
         else:
-            self._files.write(read_item.dest_index.fqn, self._target(read_item), tensor)
+            super().take(read_item, elements)
 
     def complete(self, tensor: OutTensor, box: Box, data: torch.Tensor) -> None:
-        self._files.write(tensor.name, box, data)
+        self._files.write(tensor.name, box, as_bits(data))
 
 
-class _Kept(_Filled):
+class _Kept(_Regions):
     """Keeps whole tensors in memory."""
 
-    def __init__(self, regions: Sequence[_Region], metadata: Metadata, buffers: Buffers):
-        super().__init__(regions, metadata, buffers)
+    def __init__(self, regions: Sequence[_Region], metadata: Metadata, plans: ReadPlans, buffers: Buffers):
+        super().__init__(regions, metadata, plans, buffers)
         self.done: dict[str, torch.Tensor] = {}
 
     def complete(self, tensor: OutTensor, box: Box, data: torch.Tensor) -> None:
@@ -178,6 +152,7 @@ class CheckpointSource:
             ) from error
         _ = self.metadata.state_dict_metadata  # raises now if the metadata could not be read
         self.bytes_read = 0
+        self._plans = ReadPlans()
 
     def write_share(self, layout: Layout, files: LocalFiles, rank: int, ranks: int) -> None:
         """Write this rank's share of all tensors to local files: as many bytes as every other rank."""
@@ -185,14 +160,14 @@ class CheckpointSource:
         tensors = layout.tensors
         claims = [Claim(Box.whole(tensor.shape), tensor.dtype.itemsize, everyone) for tensor in tensors]
         own = [(tensors[one.claim], one.box) for one in assign(claims) if one.rank == rank]
-        self._read(_Written(own, self.metadata, files))
+        self._read(_Written(own, self.metadata, self._plans, files))
 
     def write_files(self, out: StreamedFiles) -> None:
         """Write whole files to a store. As many tensors are read together as the budget has room for."""
         buffers = Buffers()
         try:
             for batch in batches_of(out.tensors, self._memory_budget):
-                sink = _Kept([(tensor, Box.whole(tensor.shape)) for tensor in batch], self.metadata, buffers)
+                sink = _Kept([(one, Box.whole(one.shape)) for one in batch], self.metadata, self._plans, buffers)
                 self._read(sink)
                 for tensor in batch:
                     # An empty tensor is not read.
@@ -212,7 +187,7 @@ class CheckpointSource:
         for first in range(0, rows, step):
             whole = Box.whole(one.shape)
             box = Box((first, *whole.offsets[1:]), (min(step, rows - first), *whole.sizes[1:])) if one.shape else whole
-            sink = _Kept([(tensor, box) for tensor in (one, other)], self.metadata, buffers)
+            sink = _Kept([(tensor, box) for tensor in (one, other)], self.metadata, self._plans, buffers)
             self._read(sink)
             if box.volume and not same_bits(sink.done[one.name], sink.done[other.name]):
                 return False
@@ -229,18 +204,24 @@ class CheckpointSource:
             _dcp.box_of(chunk): manifest.stored[MetadataIndex(key, chunk.offsets)].checksums for chunk in saved.chunks
         }
 
-    def _read(self, sink: _Filled) -> None:
+    def _read(self, sink: _Regions) -> None:
         before = self._reader.stats.bytes_read
         self._reader.set_up_storage_reader(self.metadata, is_coordinator=False)
-        self._reader.read_data(LoadPlan(sink.items), sink)
+        self._reader.read_elements(sink.items, sink)
         self.bytes_read += self._reader.stats.bytes_read - before
 
 
-def _place(item: ReadItem) -> tuple[str, torch.Size]:
+def _place(item: ReadItem) -> _Place:
     """Return the name and the offsets of the region that a read fills a part of."""
     assert item.dest_index.offset is not None
     return item.dest_index.fqn, item.dest_index.offset
 
 
-def _region_of(item: ReadItem) -> tuple[Hashable, ...]:
-    return (*_place(item), item.dest_offsets)
+def _target(box: Box, item: ReadItem) -> Box:
+    """Return the part of the whole tensor that a read fills.
+
+    Args:
+        box: the region that the read fills a part of.
+        item: the read.
+    """
+    return Box(tuple(at + more for at, more in zip(box.offsets, item.dest_offsets)), tuple(item.lengths))

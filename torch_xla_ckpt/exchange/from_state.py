@@ -24,7 +24,7 @@ from torch_xla_ckpt.exchange.layout import OutTensor
 from torch_xla_ckpt.exchange.local_files import LocalFiles
 from torch_xla_ckpt.layout import Box
 from torch_xla_ckpt.state import Buffers
-from torch_xla_ckpt.storage import default_threads
+from torch_xla_ckpt.storage import as_bits, default_threads
 
 
 class ModelWriter(StorageWriter):
@@ -119,13 +119,13 @@ def _write_tensor(
     region = _region_of(tensor.shape, boxes)
     if region is None or len(boxes) == 1:
         for box, data in zip(boxes, parts):
-            files.write(tensor.name, box, data)
+            files.write(tensor.name, box, as_bits(data))
         return
-    together = buffers.empty(region.sizes, tensor.dtype)
+    together = buffers.empty(region.sizes, tensor.saved)
     while parts:
         box = boxes[len(parts) - 1]
         together[box.relative_to(region).slices].copy_(parts.pop())
-    files.write(tensor.name, region, together)
+    files.write(tensor.name, region, as_bits(together))
 
 
 def _region_of(shape: tuple[int, ...], boxes: Sequence[Box]) -> Box | None:

@@ -8,12 +8,13 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from torch_xla_ckpt.exchange.bits import raw_bytes
 from torch_xla_ckpt.exchange.layout import OutFile, OutTensor
 from torch_xla_ckpt.layout import Box
-from torch_xla_ckpt.protocols import Bytes
+from torch_xla_ckpt.protocols import Bytes, Elements
 
 _CAST = 1 << 20  # elements that are cast at once
 
@@ -31,7 +32,7 @@ class LocalFiles:
         self._place: Mapping[str, tuple[OutFile, OutTensor]] = {
             tensor.name: (file, tensor) for file in files for tensor in file.tensors
         }
-        self._opened: dict[str, int] = {}
+        self._opened: dict[str, _OpenFile] = {}
         self._lock = threading.Lock()
         self.bytes_written = 0
 
@@ -39,25 +40,26 @@ class LocalFiles:
         """Return the tensor of a name."""
         return self._place[name][1]
 
-    def write(self, name: str, box: Box, data: torch.Tensor) -> None:
+    def write(self, name: str, box: Box, elements: Elements) -> None:
         """Write a region of a tensor.
 
         Args:
             name: the tensor's name.
             box: the region.
-            data: the region's elements in host memory, of any dtype.
+            elements: the region's elements, in the dtype of the source.
         """
         file, tensor = self._place[name]
-        descriptor = self._descriptor(file.name)
+        opened = self._open(file.name)
         size = tensor.dtype.itemsize
-        elements = data.contiguous().reshape(-1)
-        raw = memoryview(b"" if data.dtype != tensor.dtype else raw_bytes(elements))
+        flat = np.ascontiguousarray(elements).reshape(-1)
+        raw = flat.view(np.uint8).data
+        is_cast = tensor.saved != tensor.dtype
         done = 0
         try:
             for start, stop in runs_of(tensor.shape, box):
                 at, end = file.offsets[name] + start * size, done + stop - start
-                for part in (raw[done * size : end * size],) if raw else _cast(elements[done:end], tensor.dtype):
-                    _write_all(descriptor, part, at)
+                for part in _cast(flat[done:end], tensor) if is_cast else (raw[done * size : end * size],):
+                    opened.write(part, at)
                     at += len(part)
                 done = end
         except OSError as error:
@@ -68,21 +70,43 @@ class LocalFiles:
     def close(self) -> None:
         """Put everything on stable storage, and close the files."""
         try:
-            for descriptor in self._opened.values():
-                os.fsync(descriptor)
+            for opened in self._opened.values():
+                os.fsync(opened.descriptor)
         finally:
             self.abandon()
 
     def abandon(self) -> None:
         """Close the files."""
         while self._opened:
-            os.close(self._opened.popitem()[1])
+            os.close(self._opened.popitem()[1].descriptor)
 
-    def _descriptor(self, name: str) -> int:
+    def _open(self, name: str) -> _OpenFile:
         with self._lock:
             if name not in self._opened:
-                self._opened[name] = os.open(self._folder / name, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
+                self._opened[name] = _OpenFile(os.open(self._folder / name, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0)))
             return self._opened[name]
+
+
+class _OpenFile:
+    """A file that is written by one thread at a time.
+
+    File systems let one thread at a time write to a file. The others would spin in the kernel, each on a core of its
+    own that could read and check chunks.
+
+    Args:
+        descriptor: the open file.
+    """
+
+    def __init__(self, descriptor: int):
+        self.descriptor = descriptor
+        self._lock = threading.Lock()
+
+    def write(self, data: Bytes, at: int) -> None:
+        """Write bytes at a position."""
+        with self._lock:
+            while data:
+                done = os.pwrite(self.descriptor, data, at)
+                data, at = data[done:], at + done
 
 
 def is_one_run(shape: tuple[int, ...], box: Box) -> bool:
@@ -116,13 +140,8 @@ def runs_of(shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
         yield end
 
 
-def _cast(elements: torch.Tensor, dtype: torch.dtype) -> Iterator[Bytes]:
+def _cast(elements: Elements, tensor: OutTensor) -> Iterator[Bytes]:
     """Yield elements in another dtype, in pieces: the memory budget has no room for a copy of a large tensor."""
-    for piece in elements.split(_CAST):
-        yield raw_bytes(piece.to(dtype))
-
-
-def _write_all(descriptor: int, data: Bytes, at: int) -> None:
-    while data:
-        done = os.pwrite(descriptor, data, at)
-        data, at = data[done:], at + done
+    for start in range(0, len(elements), _CAST):
+        piece = np.require(elements[start : start + _CAST], requirements="W")
+        yield raw_bytes(torch.from_numpy(piece).view(tensor.saved).to(tensor.dtype))

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from torch_xla_ckpt.errors import CheckpointError, ConcurrentSaveError
 from torch_xla_ckpt.exchange import part_folder
+from torch_xla_ckpt.exchange.claim import StoreClaim
 from torch_xla_ckpt.exchange.layout import Layout
 from torch_xla_ckpt.formats import is_weights
 from torch_xla_ckpt.protocols import Folder
@@ -200,29 +201,45 @@ class _RemoteTarget(Target):
         self._companions = companions
         self._is_file = is_file
         self._folder = remote_folder(location, is_file=is_file)
+        self._claim = StoreClaim(self._folder)
         self._has_begun = False
 
     def require_free(self) -> None:
         _require_free(self._location, self._layout, self._companions, self._is_file)
 
     def begin(self) -> None:
-        self.require_free()
-        self._has_begun = True
+        if self._is_file:  # one put, which needs no claim
+            self.require_free()
+            return
+        if not self._claim.is_there():
+            self.require_free()
         self._folder.make()
+        self._claim.take()
+        self.require_free()
+        names = self._names()
+        self._claim.announce(names, names[-1])
+        self._has_begun = True
         for name, data in self._companions.items():
             self._folder.put(name, data)
 
     def commit(self) -> None:
+        if self._has_begun:
+            self._claim.require()
         if self._layout.last is not None:
             self._folder.put(*self._layout.last)
+        self._claim.release()
 
     def abandon(self) -> None:
-        # A single file only appears when it is whole. What is there now may be an older one.
-        if self._is_file or not self._has_begun:
-            return
-        last = [self._layout.last[0]] if self._layout.last else []
         with suppress(Exception):  # an error here would hide the error of the export
-            self._folder.remove([*last, *(file.name for file in self._layout.files), *self._companions])
+            # Files of another export stay, and so does an older file where this export writes a single file.
+            if self._has_begun and self._claim.is_held:
+                self._folder.remove(self._names()[::-1])
+            self._claim.release()
+
+    def _names(self) -> list[str]:
+        """Return the names of all files, in the order in which they are written."""
+        last = [self._layout.last[0]] if self._layout.last else []
+        return [*self._companions, *(file.name for file in self._layout.files), *last]
 
 
 def _move_new(source: Path, target: Path) -> None:

@@ -19,7 +19,7 @@ from torch_xla_ckpt.planner.policy import (
     Unexpected,
     pair_wrapped_keys,
 )
-from torch_xla_ckpt.planner.reads import ReadPlanner, plan_reads
+from torch_xla_ckpt.planner.reads import ReadPlanner, ReadPlans
 from torch_xla_ckpt.planner.save import SPMDSavePlanner
 from torch_xla_ckpt.planner.saved import paths_of
 from torch_xla_ckpt.planner.targets import copy_into
@@ -31,6 +31,7 @@ __all__ = [
     "Place",
     "Policy",
     "ReadPlanner",
+    "ReadPlans",
     "Rename",
     "SPMDLoadPlanner",
     "SPMDSavePlanner",
@@ -42,6 +43,5 @@ __all__ = [
     "mismatch_error",
     "pair_wrapped_keys",
     "paths_of",
-    "plan_reads",
     "unexpected_mismatches",
 ]

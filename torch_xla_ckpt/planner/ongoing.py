@@ -20,7 +20,7 @@ from torch_xla_ckpt.planner.match import match
 from torch_xla_ckpt.planner.objects import updated_object
 from torch_xla_ckpt.planner.optimizers import OptimizerPaths, is_primed
 from torch_xla_ckpt.planner.policy import Policy
-from torch_xla_ckpt.planner.reads import plan_reads
+from torch_xla_ckpt.planner.reads import ReadPlans
 from torch_xla_ckpt.planner.saved import paths_of
 from torch_xla_ckpt.planner.targets import TensorTarget, tie_shared
 from torch_xla_ckpt.protocols import TensorAccess
@@ -144,9 +144,10 @@ class OngoingLoad:
         items = [_dcp.read_object(key, source) for key, source in found.objects.items()]
         sources = [*found.objects.values(), *found.tensors.values()]
         broken = {key: missing[:3] for key, missing in _dcp.unstored(self.metadata, sources).items()}
+        plans = ReadPlans()
         for key, target in self._targets.items():
             source = found.tensors[key]
-            reads = plan_reads(key, source, target.boxes, self._saved_tensor(source))
+            reads = plans.plan(key, source, target.boxes, self._saved_tensor(source))
             target.expect(len(reads.items))
             self._unfinished_tensors += bool(reads.items)
             items += reads.items

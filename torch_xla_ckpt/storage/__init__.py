@@ -6,9 +6,12 @@ This room knows nothing of meshes and devices, and works without torch_xla. Noth
 
 from torch_xla_ckpt.storage import path_lock
 from torch_xla_ckpt.storage.checkpoint_index import read_index, written_by
+from torch_xla_ckpt.storage.chunk_bytes import as_bits
+from torch_xla_ckpt.storage.file_errors import FileChanged
 from torch_xla_ckpt.storage.file_names import is_checkpoint_file
 from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.foreign import holds_checkpoint, is_file, read_foreign
+from torch_xla_ckpt.storage.lease import Holder
 from torch_xla_ckpt.storage.leftover_files import leftovers
 from torch_xla_ckpt.storage.limits import default_threads
 from torch_xla_ckpt.storage.listing import ListedKey, Listing, listing_of, read_listing
@@ -20,12 +23,14 @@ from torch_xla_ckpt.storage.progress import OnProgress
 from torch_xla_ckpt.storage.read_plan import planned_bytes
 from torch_xla_ckpt.storage.reader import ReadStats, ShardReader
 from torch_xla_ckpt.storage.stored import Stored, checksum
-from torch_xla_ckpt.storage.verify import verify
+from torch_xla_ckpt.storage.verify import require_undamaged, verify
 from torch_xla_ckpt.storage.verify_report import VerifyReport
 from torch_xla_ckpt.storage.writer import ShardWriter
 
 __all__ = [
     "REQUEST_TIMEOUT",
+    "FileChanged",
+    "Holder",
     "ListedKey",
     "Listing",
     "Location",
@@ -38,6 +43,7 @@ __all__ = [
     "Stored",
     "VerifyReport",
     "Written",
+    "as_bits",
     "checksum",
     "default_threads",
     "holds_checkpoint",
@@ -55,6 +61,7 @@ __all__ = [
     "read_foreign",
     "read_index",
     "read_listing",
+    "require_undamaged",
     "verify",
     "written_by",
     "written_sizes",

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
+from torch_xla_ckpt.protocols import Elements
 from torch_xla_ckpt.storage.read_plan import ItemRead
 
-# A type of the same size for each element size. numpy lacks many of torch's types.
+# A type of the same size for each element size.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NUMPY_BITS = {size: np.dtype(f"i{size}") for size in (2, 4, 8)} | {1: np.dtype(np.uint8), 16: np.dtype(np.complex128)}
 
 
 class ChunkBytes:
@@ -30,10 +31,7 @@ class ChunkBytes:
         self.shape = item.shape
         self._view = view
         self._offset = offset
-        strides = [self.dtype.itemsize]
-        for extent in reversed(item.shape[1:]):
-            strides.append(strides[-1] * extent)
-        self._strides = strides[::-1][: len(item.shape)]
+        self._bits = _NUMPY_BITS[self.dtype.itemsize]
 
     @property
     def nbytes(self) -> int:
@@ -42,37 +40,38 @@ class ChunkBytes:
 
     def copy_region(self, request: ReadItem, target: torch.Tensor) -> None:
         """Copy the requested region into a tensor of the region's shape, casting if the dtypes differ."""
-        region = self._region(request)
+        region = self.region(request)
         if _is_plain(target) and target.dtype == self.dtype:
             # numpy, because torch would start its own threads for every copy, beside the reading threads.
-            np.copyto(_as_bits(target), region, casting="no")
+            np.copyto(as_bits(target), region, casting="no")
         elif target.numel():
             target.copy_(torch.from_numpy(region.copy()).view(self.dtype).reshape(target.shape))
 
     def tensor(self) -> torch.Tensor | None:
         """Return the whole chunk in the buffer's own memory; None if the memory is not aligned for the dtype."""
-        flat = np.ndarray((math.prod(self.shape),), _bits_of(self.dtype), self._view, self._offset)
+        flat = np.ndarray((math.prod(self.shape),), self._bits, self._view, self._offset)
         if not (flat.flags.aligned and flat.flags.writeable):
             return None
         return torch.from_numpy(flat).view(self.dtype).view(self.shape)
 
-    def _region(self, request: ReadItem) -> Any:
-        """Return the requested region as a numpy array of bits."""
-        offset = self._offset + sum(n * stride for n, stride in zip(request.storage_offsets, self._strides))
-        return np.ndarray(tuple(request.lengths), _bits_of(self.dtype), self._view, offset, self._strides)
+    def region(self, request: ReadItem) -> Elements:
+        """Return the requested region in the buffer's own memory, as integers of the same size."""
+        if request.lengths == self.shape:
+            return np.ndarray(self.shape, self._bits, self._view, self._offset)
+        strides = [self.dtype.itemsize]
+        for extent in reversed(self.shape[1:]):
+            strides.append(strides[-1] * extent)
+        strides = strides[::-1][: len(self.shape)]
+        offset = self._offset + sum(n * stride for n, stride in zip(request.storage_offsets, strides))
+        return np.ndarray(request.lengths, self._bits, self._view, offset, strides)
 
 
 def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy a host tensor into a tensor of the same shape, casting if the dtypes differ."""
     if _is_plain(target) and _is_plain(source) and target.dtype == source.dtype:
-        np.copyto(_as_bits(target), _as_bits(source), casting="no")
+        np.copyto(as_bits(target), as_bits(source), casting="no")
     else:
         target.copy_(source)
-
-
-def _bits_of(dtype: torch.dtype) -> Any:
-    """Return a numpy type of the same size as ``dtype``."""
-    return np.dtype(np.complex128) if dtype.itemsize == 16 else np.dtype(f"i{dtype.itemsize}".replace("i1", "u1"))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -81,8 +80,9 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return on_host and not (tensor.is_conj() or tensor.is_neg())
 
 
-def _as_bits(tensor: torch.Tensor) -> Any:
-    """Return a host tensor's memory as a numpy array of bits."""
+def as_bits(tensor: torch.Tensor) -> Elements:
+    """Return a host tensor's memory as an array of integers of the same size. It must be neither a lazy conjugate nor
+    a lazy negative."""
     if tensor.itemsize == 16:
         return tensor.numpy()
     return tensor.view(_BITS[tensor.itemsize]).numpy()

@@ -1,11 +1,11 @@
-"""The bytes of a read job: read, checked, and copied into the planner's buffers."""
+"""The bytes of a read job: read, checked, and handed to the planner or sink that asked for them."""
 
 from __future__ import annotations
 
 import io
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, Damage, UnsafeObjectError
 from torch_xla_ckpt.protocols import Folder, Window
-from torch_xla_ckpt.serialization import Refused, restricted
-from torch_xla_ckpt.storage.chunk_bytes import ChunkBytes, copy_elements
+from torch_xla_ckpt.serialization import Archive, ArchiveError, Refused, restricted
+from torch_xla_ckpt.storage.chunk_bytes import ChunkBytes
 from torch_xla_ckpt.storage.file_errors import NOT_A_FILE, TRANSIT, NotAFile
 from torch_xla_ckpt.storage.ranges import MAX_GAP, Range, blocks_of
 from torch_xla_ckpt.storage.read_plan import ItemRead, ReadJob, windows_of
@@ -23,8 +23,6 @@ from torch_xla_ckpt.storage.stored import BLOCK, checksum
 
 logger = logging.getLogger(__name__)
 
-ADOPTABLE = 64 << 10
-"""Size in bytes from which a tensor is offered to the planner in the memory it was read into, instead of copied."""
 ENDS_EARLY = "the file ends before these bytes"
 BAD_CHECKSUM = "the bytes do not match their checksum"
 MISSING = "the file is missing"
@@ -35,7 +33,7 @@ class JobReader:
 
     Args:
         folder: the checkpoint's folder.
-        target: the planner that owns the buffers.
+        target: receives the elements and objects.
         verify: check what is read against the manifest's checksums.
     """
 
@@ -53,7 +51,7 @@ class JobReader:
         return MAX_GAP if self._folder.remote or has_checksums else 0
 
     def read(self, job: ReadJob) -> list[ReadResult]:
-        """Read the bytes of a job, check them, and fill the planner's buffers.
+        """Read the bytes of a job, check them, and hand them to the target. Return what is still to be committed.
 
         Raises:
             CorruptCheckpointError: bytes are not what was written.
@@ -63,7 +61,7 @@ class JobReader:
         gap = self._gap(items)
         ranges = [item.ranges(self._verify, gap) for item in items]
         windows, numbers = windows_of(items, ranges, gap)
-        views = self._views(windows, items, job)
+        views = self._first_views(job, items, ranges, windows, numbers)
         reread: set[int] = set()  # numbers of windows that were read a second time
         results: list[ReadResult] = []
         for item, wanted, number in zip(items, ranges, numbers):
@@ -73,17 +71,65 @@ class JobReader:
             if not wanted:
                 results += self._without_bytes(item)
                 continue
-            damage = self._damage(item, wanted, windows[number], views[number])
-            if damage is not None and self._folder.remote and number not in reread:
-                reread.add(number)
-                (views[number],) = self._views([windows[number]], items, job)
-                first, damage = damage, self._damage(item, wanted, windows[number], views[number])
-                if damage is None:
-                    logger.warning(TRANSIT, self._folder.url, first)
-            if damage is not None:
-                raise corrupt(damage)
+            self._require_intact(item, wanted, number, windows, views, items, job, reread)
             results += self._filled(item, windows[number].start, views[number])
         return results
+
+    def abort(self) -> None:
+        """Let calls of ``read`` in other threads end soon, because the load has failed."""
+
+    def _first_views(
+        self,
+        job: ReadJob,
+        items: Sequence[ItemRead],
+        ranges: Sequence[Sequence[Range]],
+        windows: Sequence[Window],
+        numbers: Sequence[int],
+    ) -> list[memoryview]:
+        """Return the bytes of each window.
+
+        Args:
+            job: the job.
+            items: its items.
+            ranges: for each item, the byte ranges to read.
+            windows: the windows.
+            numbers: for each item, the number of its window; -1 if the item needs no bytes.
+        """
+        return self._views(windows, items, job)
+
+    def _require_intact(
+        self,
+        item: ItemRead,
+        wanted: Sequence[Range],
+        number: int,
+        windows: Sequence[Window],
+        views: list[memoryview],
+        items: Sequence[ItemRead],
+        job: ReadJob,
+        reread: set[int],
+    ) -> None:
+        """Compare bytes of an item with their checksums. Read a window of a store a second time if they differ.
+
+        Args:
+            item: the item.
+            wanted: the byte ranges to check.
+            number: the number of the item's window.
+            windows, views: the windows and their bytes. Bytes that are read again are put into ``views``.
+            items, job: the job, and its items.
+            reread: the windows that were read a second time. This window may be added.
+
+        Raises:
+            CorruptCheckpointError: the bytes are not what was written.
+        """
+        damage = self._damage(item, wanted, windows[number], views[number])
+        if damage is not None and self._folder.remote and number not in reread:
+            reread.add(number)
+            (views[number],) = self._views([windows[number]], items, job)
+            first, damage = damage, self._damage(item, wanted, windows[number], views[number])
+            if damage is None:
+                logger.warning(TRANSIT, self._folder.url, first)
+        if damage is not None:
+            raise corrupt(damage)
 
     def _views(self, windows: Sequence[Window], items: Sequence[ItemRead], job: ReadJob) -> list[memoryview]:
         try:
@@ -103,6 +149,12 @@ class JobReader:
             return Damage(stored.relative_path, end, wanted[-1][1], (item.key,), ENDS_EARLY)
         if not self._verify or stored.checksums is None:
             return None
+        if stored.blocks == 1:
+            first = stored.offset - window.start
+            if checksum(view[first : first + stored.extent]) != stored.checksums:
+                stop = stored.offset + stored.extent
+                return Damage(stored.relative_path, stored.offset, stop, (item.key,), BAD_CHECKSUM)
+            return None
         relative = [(start - stored.offset, stop - stored.offset) for start, stop in wanted]
         for number in blocks_of(relative, BLOCK):
             start, stop, expected = stored.block(number)
@@ -110,40 +162,38 @@ class JobReader:
                 return Damage(stored.relative_path, start, stop, (item.key,), BAD_CHECKSUM)
         return None
 
-    def _without_bytes(self, item: ItemRead) -> Iterator[ReadResult]:
+    def _without_bytes(self, item: ItemRead) -> list[ReadResult]:
         """Answer the requests for an item of which no byte is needed."""
-        for request in item.requests:
-            yield ReadResult(request, io.BytesIO() if item.saved is None else self._target.buffer(request))
+        if item.saved is None:
+            return [ReadResult(request, io.BytesIO()) for request in item.requests]
+        dtype = item.saved.properties.dtype
+        return _to_commit(
+            self._target.fill_from(request, torch.empty(request.lengths, dtype=dtype)) for request in item.requests
+        )
 
-    def _filled(self, item: ItemRead, start: int, view: memoryview) -> Iterator[ReadResult]:
+    def _filled(self, item: ItemRead, start: int, view: memoryview) -> list[ReadResult]:
         """Answer the requests for an item. ``view`` holds the file's bytes from position ``start`` on."""
         stored = item.stored
         if stored.data is not None:
             chunk = ChunkBytes(item, view, stored.offset + stored.data - start)
-            for request in item.requests:
-                yield ReadResult(request, self._plain(request, chunk))
-            return
+            return _to_commit([self._target.fill(request, chunk) for request in item.requests])
         data = view[stored.offset - start :][: stored.length]
+        stream = _stream(item, data)
+        if self._verify and stored.checksums is None:
+            _require_crc(item, stream)
         if item.saved is None:
-            for request in item.requests:
-                yield ReadResult(request, _stream(item, data))
-            return
-        tensor = _unpickled(item, _stream(item, data))
-        for request in item.requests:
-            region = tuple(slice(first, first + n) for first, n in zip(request.storage_offsets, request.lengths))
-            target = self._target.buffer(request)
-            copy_elements(target, tensor[region])
-            yield ReadResult(request, target)
+            return [ReadResult(request, _stream(item, data)) for request in item.requests]
+        tensor = _unpickled(item, stream)
+        return _to_commit(self._target.fill_from(request, _region(tensor, request)) for request in item.requests)
 
-    def _plain(self, request: ReadItem, chunk: ChunkBytes) -> torch.Tensor:
-        """Return the tensor to commit: the chunk's own memory if the planner takes it, else the filled buffer."""
-        if chunk.nbytes >= ADOPTABLE and request.lengths == chunk.shape:
-            whole = chunk.tensor() if self._target.sink is not None else None
-            if whole is not None and self._target.adopt(request, whole):
-                return whole
-        target = self._target.buffer(request)
-        chunk.copy_region(request, target)
-        return target
+
+def _to_commit(results: Iterable[ReadResult | None]) -> list[ReadResult]:
+    return [result for result in results if result is not None]
+
+
+def _region(tensor: torch.Tensor, request: ReadItem) -> torch.Tensor:
+    """Return the requested region of a saved chunk."""
+    return tensor[tuple(slice(at, at + n) for at, n in zip(request.storage_offsets, request.lengths))]
 
 
 def corrupt(damage: Damage) -> CorruptCheckpointError:
@@ -177,6 +227,20 @@ def _stream(item: ItemRead, data: memoryview) -> io.BytesIO:
             f"cannot read {item.key!r}: it was written through the DCP extensions {', '.join(extensions)} "
             f"({type(error).__name__}: {error}). Read it with DCP's FileSystemReader and its _extension_registry"
         ) from error
+
+
+def _require_crc(item: ItemRead, stream: io.BytesIO) -> None:
+    """Compare the records of an archive with their CRC-32. An item that is no archive has none.
+
+    Raises:
+        CorruptCheckpointError: a record differs.
+    """
+    try:
+        misfits, _ = Archive(stream.getbuffer()).check()
+    except ArchiveError:
+        return
+    if misfits:
+        raise _wrong_item(item, f"the record {misfits[0]} does not match its CRC-32")
 
 
 def _unpickled(item: ItemRead, stream: io.BytesIO) -> torch.Tensor:

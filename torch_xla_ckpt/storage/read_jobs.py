@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from torch_xla_ckpt.protocols import Folder
 from torch_xla_ckpt.storage.progress import Progress
-from torch_xla_ckpt.storage.read_bytes import ADOPTABLE, JobReader
-from torch_xla_ckpt.storage.read_plan import KeyReads, ReadJob
-from torch_xla_ckpt.storage.read_target import ReadResult, ReadTarget
+from torch_xla_ckpt.storage.ranges import Range, merged
+from torch_xla_ckpt.storage.read_bytes import JobReader
+from torch_xla_ckpt.storage.read_plan import ItemRead, ReadJob
+from torch_xla_ckpt.storage.read_target import ADOPTABLE, ReadResult, ReadTarget
 
 
 class JobRunner:
@@ -18,7 +19,7 @@ class JobRunner:
     Args:
         folder: the checkpoint's folder.
         reader: reads the bytes of a job.
-        target: the planner that receives the results.
+        target: receives the results.
         threads: number of reading threads.
         memory_budget: host memory in bytes for what is read and not committed yet.
         progress: the progress bar.
@@ -41,6 +42,7 @@ class JobRunner:
         self._memory_budget = memory_budget
         self._progress = progress
         self.bytes_read = 0
+        self.bytes_received = 0
 
     def run(self, jobs: Iterator[ReadJob]) -> None:
         """Read all jobs in threads, and commit their results in this thread."""
@@ -57,7 +59,7 @@ class JobRunner:
         with ThreadPoolExecutor(self._threads, "ShardReader") as pool:
             try:
                 for job in jobs:
-                    if job.is_tiny and not self._folder.remote:
+                    if job.is_tiny and job.round is None and not self._folder.remote:
                         self._commit(job, self._reader.read(job))
                         continue
                     needed = job.buffer_bytes + job.working_bytes
@@ -70,6 +72,7 @@ class JobRunner:
             except BaseException:
                 for future in running:
                     future.cancel()
+                self._reader.abort()
                 raise
 
     def _commit(self, job: ReadJob, results: Sequence[ReadResult]) -> int:
@@ -77,18 +80,25 @@ class JobRunner:
         for result in results:
             self._target.commit(result)
         self.bytes_read += job.bytes_read
+        self.bytes_received += job.bytes_received
         freed = 0
+        complete: list[ItemRead] = []
         for key_reads, item in job.items:
             self._progress.advance(item.needed_bytes)
             key_reads.uncommitted -= 1
             if not key_reads.uncommitted:
                 freed += key_reads.buffer_bytes
-                self._forget(key_reads)
+                complete += key_reads.items
+        self._forget(complete)
         return freed
 
-    def _forget(self, key_reads: KeyReads) -> None:
-        """Let the operating system drop the pages of a key's large items."""
-        for item in key_reads.items:
-            stored = item.stored
-            if stored.extent >= ADOPTABLE:
-                self._folder.forget(stored.relative_path, stored.offset, stored.offset + stored.extent)
+    def _forget(self, items: Iterable[ItemRead]) -> None:
+        """Let the operating system drop the pages of large items. Neighbours are dropped together."""
+        by_file: dict[str, list[Range]] = {}
+        for item in items:
+            stored, extent = item.stored, item.stored.extent
+            if extent >= ADOPTABLE:
+                by_file.setdefault(stored.relative_path, []).append((stored.offset, stored.offset + extent))
+        for name, ranges in by_file.items():
+            for start, stop in merged(ranges):
+                self._folder.forget(name, start, stop)

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CorruptCheckpointError
-from torch_xla_ckpt.protocols import LoadSink, Window
+from torch_xla_ckpt.protocols import Window
 from torch_xla_ckpt.runtime import without_collector
 from torch_xla_ckpt.storage.ranges import MAX_GAP, Range, blocks_of, merged, ranges_of
 from torch_xla_ckpt.storage.stored import BLOCK, TINY, Stored
@@ -122,12 +122,16 @@ class ReadJob:
         buffer_bytes: host memory in bytes for the buffers of the tensors whose first item is in this job.
         working_bytes: host memory in bytes that is in use only while the job runs.
         bytes_read: bytes read from files so far.
+        bytes_received: bytes that other ranks read and passed on.
+        round: the round in which all ranks handle these items, if they read together; else None.
     """
 
     items: list[tuple[KeyReads, ItemRead]] = field(default_factory=list)
     buffer_bytes: int = 0
     working_bytes: int = 0
     bytes_read: int = 0
+    bytes_received: int = 0
+    round: int | None = None
 
     @property
     def is_tiny(self) -> bool:
@@ -136,13 +140,15 @@ class ReadJob:
 
 
 @without_collector
-def reads_by_key(requests: Sequence[ReadItem], metadata: Metadata, sink: LoadSink | None) -> list[KeyReads]:
+def reads_by_key(
+    requests: Sequence[ReadItem], metadata: Metadata, buffer_bytes: Callable[[str], int] | None = None
+) -> list[KeyReads]:
     """Group DCP's read requests by key, in the order in which the items lie in the files.
 
     Args:
         requests: the requests of a load plan.
         metadata: DCP's metadata of the checkpoint.
-        sink: the planner, if it is a ``LoadSink``; it knows how much host memory each tensor takes.
+        buffer_bytes: returns how much host memory in bytes each tensor takes. Default: none.
 
     Raises:
         CorruptCheckpointError: the metadata lists an item that no file holds.
@@ -155,7 +161,7 @@ def reads_by_key(requests: Sequence[ReadItem], metadata: Metadata, sink: LoadSin
         reads = by_key.get(key)
         if reads is None:
             is_tensor = request.type is LoadItemType.TENSOR
-            reads = by_key[key] = KeyReads(is_tensor, sink.buffer_bytes(key) if sink and is_tensor else 0)
+            reads = by_key[key] = KeyReads(is_tensor, buffer_bytes(key) if buffer_bytes and is_tensor else 0)
         item = items.get((key, request.storage_index))
         if item is None:
             item = items[key, request.storage_index] = _item_read(request.storage_index, metadata, shapes)
@@ -169,7 +175,7 @@ def reads_by_key(requests: Sequence[ReadItem], metadata: Metadata, sink: LoadSin
 
 def planned_bytes(requests: Sequence[ReadItem], metadata: Metadata) -> int:
     """Return the bytes of data files that a load with these read requests reads, if it checks what it reads."""
-    items = [item for reads in reads_by_key(requests, metadata, None) for item in reads.items]
+    items = [item for reads in reads_by_key(requests, metadata) for item in reads.items]
     windows, _ = windows_of(items, [item.ranges(True) for item in items])
     return sum(stop - start for window in windows for start, stop in window.parts)
 
@@ -246,7 +252,8 @@ def windows_of(
         start, stop = wanted[0][0], wanted[-1][1]
         if windows and windows[-1][0] == name and start - windows[-1][2] <= MAX_GAP:
             _, first, last, parts = windows[-1]
-            windows[-1] = name, first, max(last, stop), [*parts, *wanted]
+            parts += wanted
+            windows[-1] = name, first, max(last, stop), parts
         else:
             windows.append((name, start, stop, list(wanted)))
         numbers[number] = len(windows) - 1

@@ -1,17 +1,18 @@
-"""The planner of a load, as the reading threads may call it."""
+"""Where a load puts what it reads: a planner, as the reading threads may call it, or a sink of elements."""
 
 from __future__ import annotations
 
 import io
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from torch_xla_ckpt.errors import CheckpointError
-from torch_xla_ckpt.protocols import LoadSink
+from torch_xla_ckpt.protocols import ElementSink, LoadSink
+from torch_xla_ckpt.storage.chunk_bytes import ChunkBytes, as_bits, copy_elements
 
 
 class ReadResult(NamedTuple):
@@ -21,22 +22,73 @@ class ReadResult(NamedTuple):
     value: torch.Tensor | io.BytesIO
 
 
-class ReadTarget:
+ADOPTABLE = 64 << 10
+"""Size in bytes from which a tensor is offered to the planner in the memory it was read into, instead of copied."""
+
+
+class ReadTarget(Protocol):
+    """Receives what a load reads. The reading threads call ``fill``; the caller's thread calls ``commit``."""
+
+    def buffer_bytes(self, key: str) -> int:
+        """Return the bytes of host memory that a tensor's buffers take until it is complete."""
+
+    def fill(self, request: ReadItem, chunk: ChunkBytes) -> ReadResult | None:
+        """Take a region of a saved chunk. Return what is still to be committed; None for nothing."""
+
+    def fill_from(self, request: ReadItem, tensor: torch.Tensor) -> ReadResult | None:
+        """Take the elements of a host tensor of the requested shape. Return what is still to be committed."""
+
+    def commit(self, result: ReadResult) -> None:
+        """Take a result."""
+
+
+class ElementTarget(ReadTarget):
+    """A sink of elements, which leaves nothing to commit."""
+
+    def __init__(self, sink: ElementSink):
+        self._sink = sink
+
+    def buffer_bytes(self, key: str) -> int:
+        return self._sink.buffer_bytes(key)
+
+    def fill(self, request: ReadItem, chunk: ChunkBytes) -> ReadResult | None:
+        self._sink.take(request, chunk.region(request))
+        return None
+
+    def fill_from(self, request: ReadItem, tensor: torch.Tensor) -> ReadResult | None:
+        self._sink.take(request, as_bits(tensor.resolve_conj().resolve_neg()))
+        return None
+
+    def commit(self, result: ReadResult) -> None:
+        raise NotImplementedError
+
+
+class PlannerTarget(ReadTarget):
     """Calls of a planner. Planners that are no ``LoadSink`` know of no threads, and get one call at a time."""
 
     def __init__(self, planner: LoadPlanner):
         self._planner = planner
-        self.sink = planner if isinstance(planner, LoadSink) else None
-        self._calling: AbstractContextManager[Any] = threading.Lock() if self.sink is None else nullcontext()
+        self._sink = planner if isinstance(planner, LoadSink) else None
+        self._calling: AbstractContextManager[Any] = threading.Lock() if self._sink is None else nullcontext()
 
-    def adopt(self, request: ReadItem, tensor: torch.Tensor) -> bool:
-        """Offer the planner a tensor in the memory that was read. Return whether the planner took it."""
-        if self.sink is None:
-            return False
-        with self._calling:
-            return self.sink.adopt(request, tensor)
+    def buffer_bytes(self, key: str) -> int:
+        return 0 if self._sink is None else self._sink.buffer_bytes(key)
 
-    def buffer(self, request: ReadItem) -> torch.Tensor:
+    def fill(self, request: ReadItem, chunk: ChunkBytes) -> ReadResult | None:
+        if self._sink is not None and chunk.nbytes >= ADOPTABLE and request.lengths == chunk.shape:
+            whole = chunk.tensor()
+            if whole is not None and self._sink.adopt(request, whole):
+                return ReadResult(request, whole)
+        target = self._buffer(request)
+        chunk.copy_region(request, target)
+        return ReadResult(request, target)
+
+    def fill_from(self, request: ReadItem, tensor: torch.Tensor) -> ReadResult | None:
+        target = self._buffer(request)
+        copy_elements(target, tensor)
+        return ReadResult(request, target)
+
+    def _buffer(self, request: ReadItem) -> torch.Tensor:
         """Return the planner's buffer for a requested region.
 
         Raises:
@@ -52,7 +104,6 @@ class ReadTarget:
         return target
 
     def commit(self, result: ReadResult) -> None:
-        """Hand a result to the planner."""
         with self._calling:
             if isinstance(result.value, io.BytesIO):
                 self._planner.load_bytes(result.request, result.value)
