@@ -14,6 +14,7 @@ from torch_xla_ckpt.exchange.layout import Layout, OutFile, OutTensor, layout_of
 from torch_xla_ckpt.exchange.local_files import LocalFiles
 from torch_xla_ckpt.exchange.model_folder import Target, remote_folder, target_of
 from torch_xla_ckpt.exchange.options import Options
+from torch_xla_ckpt.exchange.selection import Selection
 from torch_xla_ckpt.exchange.streamed_files import StreamedFiles
 from torch_xla_ckpt.exchange.ties import Ties, patterns_of
 from torch_xla_ckpt.reports import ExportReport
@@ -27,6 +28,7 @@ class Plan:
         layout: the files.
         ties: names that are left out, with the name of the copy that is written.
         objects: keys in the source that hold no tensor.
+        unselected: keys in the source of tensors outside of the export.
         copied: names of the files beside the weights.
         parts: the folder that local files are written to; None for other stores.
     """
@@ -34,6 +36,7 @@ class Plan:
     layout: Layout
     ties: Mapping[str, str]
     objects: tuple[str, ...]
+    unselected: tuple[str, ...]
     copied: tuple[str, ...]
     parts: Path | None
 
@@ -81,7 +84,7 @@ class Job:
             patterns = ()
         return Ties(tensors, patterns)
 
-    def begin(self, tensors: Sequence[OutTensor], ties: Mapping[str, str], objects: tuple[str, ...]) -> Plan:
+    def begin(self, tensors: Sequence[OutTensor], ties: Mapping[str, str], selection: Selection) -> Plan:
         """Lay out the files, check that the path is free, and create what all ranks write to; on the first rank."""
         options = self.options
         written = [tensor for tensor in tensors if tensor.name not in ties]
@@ -93,7 +96,10 @@ class Job:
             self._target.require_free()
         else:
             self._target.begin()
-        return Plan(layout, ties, objects, tuple(self._companions), self._target.parts)
+        selection.warn_of_rest()
+        return Plan(
+            layout, ties, selection.objects, selection.unselected, tuple(self._companions), self._target.parts
+        )
 
     def streamed(self, files: Sequence[OutFile]) -> StreamedFiles:
         """Return the files of a store that this rank writes."""
@@ -127,6 +133,7 @@ class Job:
             tied=dict(plan.ties),
             cast={tensor.name: (tensor.saved, tensor.dtype) for tensor in tensors if tensor.saved != tensor.dtype},
             objects=plan.objects,
+            unselected=plan.unselected,
             copied=plan.copied,
             bytes_read=bytes_read,
             bytes_written=bytes_written,

@@ -48,7 +48,7 @@ class StateJob(Job):
 
         def begin(found: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Plan:
             named = [self.options.out(name, sources.get(name, name), *value) for name, value in found.items()]
-            return self.begin(named, left_out, selection.objects)
+            return self.begin(named, left_out, selection)
 
         def write(plan: Plan, items: SavePlan, planner: SavePlanner) -> None:
             plans.append(plan)

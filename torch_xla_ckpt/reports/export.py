@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +29,8 @@ class ExportReport:
         bytes_read: bytes that this process read from the source's files; 0 for live tensors.
         bytes_written: bytes of tensors that this process wrote.
         seconds: seconds of the whole export.
+        unselected: keys in the source of tensors that were not written, because they lie outside of ``key``, or because
+            ``only`` or ``exclude`` left them out.
         is_dry: whether nothing was written, and the report says what would be. Default: False.
     """
 
@@ -43,6 +46,7 @@ class ExportReport:
     bytes_written: int
     seconds: float
     is_dry: bool = False
+    unselected: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def renamed(self) -> dict[str, str]:
@@ -63,6 +67,13 @@ class ExportReport:
         cast = [f"{name} ({a} -> {b})".replace("torch.", "") for name, (a, b) in self.cast.items()]
         for what, keys in (("tied", tied), ("cast", cast), ("left out", list(self.objects))):
             if keys:
-                more = ["..."] if len(keys) > _SHOWN else []
-                lines.append(f"  {what:<9} {len(keys):>6}  {', '.join([*keys[:_SHOWN], *more])}")
+                lines.append(f"  {what:<12} {len(keys):>6}  {_first(keys)}")
+        if self.unselected:
+            tops = Counter(key.partition(".")[0] for key in self.unselected)
+            rest = [f"{top} ({number:,})" for top, number in tops.items()]
+            lines.append(f"  {'not selected':<12} {len(self.unselected):>6}  {_first(rest)}")
         return "\n".join(lines)
+
+
+def _first(keys: Sequence[str]) -> str:
+    return ", ".join([*keys[:_SHOWN], *(["..."] if len(keys) > _SHOWN else [])])
