@@ -64,7 +64,7 @@ class CheckpointJob(Job):
             out = self.streamed(shares_of(plan.layout, ranks)[rank])
             source.write_files(out)
             return sum(tensor.nbytes for tensor in out.tensors)
-        files = plan.open_parts()
+        files = self.open_parts(plan)
         try:
             source.write_share(plan.layout, files, rank, ranks)
             files.close()

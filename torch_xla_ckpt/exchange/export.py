@@ -103,4 +103,4 @@ def export(
     reader = ShardReader(
         source, verify=verify, memory_budget=memory_budget, progress=progress, storage_options=storage_options
     )
-    return CheckpointJob(options, processes).run(reader)
+    return CheckpointJob(options, processes, reader.location).run(reader)

@@ -163,8 +163,8 @@ def _find_model(entries: Mapping[str, Entry]) -> _Model:
 
 def _undecided(candidates: Sequence[object]) -> CheckpointError:
     return CheckpointError(
-        f"cannot tell which key holds the model. Candidates: {_listed(candidates)}. Nothing was written. Pass key= with "
-        'one of them, or key="" to export everything'
+        f"cannot tell which key holds the model. Candidates: {_listed(candidates)}. Nothing was written. Pass one of "
+        'them as key=, or key="" to export everything'
     )
 
 

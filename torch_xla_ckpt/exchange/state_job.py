@@ -72,7 +72,7 @@ class StateJob(Job):
             out = self.streamed(shares[self.processes.rank])
             write_whole_files(out, shares, items.items, planner, self.processes, self.doing, budget)
             return sum(tensor.nbytes for tensor in out.tensors)
-        files = plan.open_parts()
+        files = self.open_parts(plan)
         try:
             write_boxes(files, items.items, planner, budget)
             files.close()
