@@ -270,8 +270,10 @@ def test_model_at_the_path_is_never_replaced(tmp_path, source):
 
 
 def test_checkpoint_at_the_path_is_never_replaced(tmp_path, checkpoint):
-    with pytest.raises(xc.CheckpointError, match=r"already has \.metadata"):
+    with pytest.raises(xc.CheckpointError, match="would replace its own source"):
         xc.export(checkpoint, checkpoint)
+    with pytest.raises(xc.CheckpointError, match=r"already has \.metadata"):
+        xc.export({"w": torch.ones(1)}, checkpoint)
 
 
 def test_other_files_at_the_path_stay(tmp_path, source):
@@ -340,6 +342,13 @@ def test_incomplete_checkpoint_is_not_exported(tmp_path):
 def test_wrong_options_are_refused(tmp_path, options, match):
     with pytest.raises(ValueError, match=match):
         xc.export({"a": torch.ones(1)}, tmp_path / "model", **options)
+
+
+def test_configuration_beside_a_single_file_is_refused_before_anything_is_written(tmp_path, checkpoint):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"config_from= writes files beside the weights.*one\.safetensors writes one"):
+        xc.export(checkpoint, tmp_path / "one.safetensors", config_from=tmp_path)
+    assert os.listdir(tmp_path) == ["config.json"]
 
 
 def test_configuration_is_copied_and_its_dtype_follows_the_cast(tmp_path, checkpoint):

@@ -62,7 +62,7 @@ class CheckpointJob(Job):
         self.read_companions()
         ties = self.ties(tensors)
         equal = {(one.name, other.name) for one, other in ties.pairs() if source.are_equal(one, other)}
-        return self.begin(tensors, ties.found(equal), selection.objects)
+        return self.begin(tensors, ties.found(equal), selection)
 
     def _write(self, source: CheckpointSource, plan: Plan) -> int:
         """Write this rank's share. Return the bytes of tensors that it wrote."""
@@ -71,7 +71,7 @@ class CheckpointJob(Job):
             out = self.streamed(shares_of(plan.layout, ranks)[rank])
             source.write_files(out)
             return sum(tensor.nbytes for tensor in out.tensors)
-        files = plan.open_parts()
+        files = self.open_parts(plan)
         try:
             source.write_share(plan.layout, files, rank, ranks)
             files.close()

@@ -48,7 +48,8 @@ def export(
             pass the same path, or their own state dict.
         path: the folder to make: a local path or an fsspec URL. With ``format="torch"``, or if it ends with
             ".safetensors", it is the file to make.
-        key: the key of the model in the source. Default: found if the source has one model. "": the whole source.
+        key: the key of the model in the source. Default: found if the source has one model; a warning names the tensors
+            beside it that belong to no optimizer. "": the whole source.
         format: "safetensors" (default), or "torch" for one file that ``torch.load(..., weights_only=True)`` opens.
         max_shard_bytes: bytes of tensors from which the next file of a folder begins. Default: 5 GiB.
         dtype: the dtype to cast floating-point tensors to. Integers stay, and so do 8-bit floating-point tensors.
@@ -103,4 +104,4 @@ def export(
     reader = ShardReader(
         source, verify=verify, memory_budget=memory_budget, progress=progress, storage_options=storage_options
     )
-    return CheckpointJob(options, processes).run(reader, verify=verify)
+    return CheckpointJob(options, processes, reader.location).run(reader, verify=verify)

@@ -127,7 +127,9 @@ def require_dtypes(tensors: Sequence[OutTensor], format: str) -> None:
         )
 
 
-def layout_of(tensors: Sequence[OutTensor], format: str, max_shard_bytes: int, file: str | None) -> Layout:
+def layout_of(
+    tensors: Sequence[OutTensor], format: str, max_shard_bytes: int, file: str | None, ties: Mapping[str, str]
+) -> Layout:
     """Return the files of an export.
 
     Args:
@@ -135,10 +137,12 @@ def layout_of(tensors: Sequence[OutTensor], format: str, max_shard_bytes: int, f
         format: "safetensors" or "torch".
         max_shard_bytes: bytes of tensors from which a new file begins. A larger tensor has a file of its own.
         file: the name of the only file, if the path of the export is a file. None for a folder.
+        ties: names tied to a tensor, with that tensor's name. safetensors files do without them. A torch.save file has
+            all names, because ``load_state_dict`` asks for them, and the tensor's bytes once.
     """
     if format == "torch":
         assert file is not None
-        return Layout((_torch_file(file, tensors),))
+        return Layout((_torch_file(file, tensors, ties),))
     groups = [list(tensors)] if file is not None else list(batches_of(tensors, max_shard_bytes))
     names = [file] if file is not None else shard_names(len(groups))
     files = tuple(_safetensors_file(name, group) for name, group in zip(names, groups))
@@ -155,7 +159,7 @@ def _safetensors_file(name: str, tensors: Sequence[OutTensor]) -> OutFile:
     return OutFile(name, size, ((0, head),), tuple(ordered), offsets)
 
 
-def _torch_file(name: str, tensors: Sequence[OutTensor]) -> OutFile:
-    pieces, offsets, size = torch_file_of((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
+def _torch_file(name: str, tensors: Sequence[OutTensor], ties: Mapping[str, str]) -> OutFile:
+    pieces, offsets, size = torch_file_of(((one.name, one.dtype, one.shape) for one in tensors), ties)
     ordered = sorted(tensors, key=lambda tensor: offsets[tensor.name])
     return OutFile(name, size, tuple(pieces), tuple(ordered), offsets)

@@ -44,8 +44,11 @@ class Options:
             raise ValueError("max_shard_bytes and memory_budget must be positive")
         if self.dtype is not None and not (self.dtype.is_floating_point and self.dtype.itemsize > 1):
             raise ValueError(f"dtype={self.dtype}: tensors are cast to floating-point dtypes of 16 bits or more only")
-        if self.format == "torch" and self.config_from is not None:
-            raise ValueError('config_from= writes files beside the weights, and format="torch" writes one file')
+        if self.is_file and self.config_from is not None:
+            raise ValueError(
+                f"config_from= writes files beside the weights, and the export to {self.location} writes one file. "
+                "Nothing was written. Pass the path of a folder to make, or leave config_from= out"
+            )
 
     @property
     def is_file(self) -> bool:

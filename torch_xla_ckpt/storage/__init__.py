@@ -5,6 +5,7 @@ This room knows nothing of meshes and devices, and works without torch_xla. Noth
 """
 
 from torch_xla_ckpt.storage import path_lock
+from torch_xla_ckpt.storage.absent import steps_of_run
 from torch_xla_ckpt.storage.checkpoint_index import read_index, written_by
 from torch_xla_ckpt.storage.chunk_bytes import as_bits
 from torch_xla_ckpt.storage.file_errors import FileChanged
@@ -62,6 +63,7 @@ __all__ = [
     "read_index",
     "read_listing",
     "require_undamaged",
+    "steps_of_run",
     "verify",
     "written_by",
     "written_sizes",
