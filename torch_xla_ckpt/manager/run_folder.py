@@ -14,6 +14,7 @@ from torch_xla_ckpt.manager.keep import Best, KeepLike, Saved, policy
 from torch_xla_ckpt.manager.retention import Retention
 from torch_xla_ckpt.manager.step_folder import Kind
 from torch_xla_ckpt.manager.steps import Steps
+from torch_xla_ckpt.manager.uncommitted import UncommittedStep, uncommitted_steps
 from torch_xla_ckpt.manager.verdicts import Verdict, Verdicts
 from torch_xla_ckpt.storage import Location, verify
 
@@ -70,6 +71,10 @@ class RunFolder:
         """Return the steps that hold a checkpoint, ascending, whether it looks damaged or not."""
         looks = self._steps.looks(self._steps.numbers())
         return [step for step, folder in looks.items() if folder.kind in ("committed", "damaged")]
+
+    def uncommitted(self) -> tuple[UncommittedStep, ...]:
+        """Return the folders of steps without ``.metadata``, ascending; see ``uncommitted_steps``."""
+        return uncommitted_steps(self._steps, self._journal)
 
     def latest(self) -> int | None:
         """Return the newest step that looks whole; None if there is none. No data is read."""
