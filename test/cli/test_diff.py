@@ -3,6 +3,7 @@
 import math
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
@@ -112,3 +113,48 @@ def test_objects_are_compared_by_value(tmp_path):
     kinds.save_ours(tmp_path / "b", {"o": [shared, "".join(list(shared))], "n": math.nan, "t": [1, 2]})
     found = {one["key"]: one["status"] for one in call("diff", tmp_path / "a", tmp_path / "b", "--json").json["keys"]}
     assert (found["o"], found["n"]) == ("equal", "equal") and "equal" not in {found.get("t"), found.get("t.0", "")}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "a", "b", "largest"),
+    [
+        (torch.int64, 2**60, 2**60 + 1, 1),
+        (torch.int64, -(2**63), 2**63 - 1, 2**64 - 1),
+        (torch.uint64, 2**64 - 1, 2**64 - 4, 3),
+        (torch.uint64, 0, 2**64 - 1, 2**64 - 1),
+        (torch.int32, -(2**31), 2**31 - 1, 2**32 - 1),
+        (torch.uint32, 2**32 - 1, 0, 2**32 - 1),
+        (torch.uint16, 65535, 1, 65534),
+        (torch.int8, -128, 127, 255),
+        (torch.uint8, 3, 250, 247),
+        (torch.bool, True, False, 1),
+    ],
+)
+def test_the_largest_difference_of_integers_is_exact(tmp_path, dtype, a, b, largest):
+    for name, value in (("a", a), ("b", b)):
+        kinds.save_ours(tmp_path / name, {"w": torch.tensor([value, 1, value], dtype=dtype)})
+    for first, second in (("a", "b"), ("b", "a")):
+        answer = call("diff", tmp_path / first, tmp_path / second, "--json")
+        (one,) = answer.json["keys"]
+        assert answer.status == 1 and one["max_abs"] == largest and type(one["max_abs"]) is int
+        assert f" {largest} " in call("diff", tmp_path / first, tmp_path / second).out
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (-0.0, 0.0),
+        ([1, {"x": (-0.0,)}], [1, {"x": (0.0,)}]),
+        (complex(0.0, -0.0), complex(0.0, 0.0)),
+        ({0.0: 1}, {-0.0: 1}),
+        (np.float32(-0.0), np.float32(0.0)),
+        (np.array([-0.0]), np.array([0.0])),
+        (1, True),
+        (1, 1.0),
+    ],
+)
+def test_objects_that_python_calls_equal_differ_bit_by_bit(tmp_path, a, b):
+    kinds.save_ours(tmp_path / "a", {"x": a})
+    kinds.save_ours(tmp_path / "b", {"x": b})
+    assert call("diff", tmp_path / "a", tmp_path / "b").status == 1
+    assert call("diff", tmp_path / "a", tmp_path / "a").status == 0

@@ -178,3 +178,31 @@ def test_explain_against_a_configuration_without_transformers_or_with_a_strange_
     monkeypatch.setitem(sys.modules, "transformers", None)
     answer = call("explain", made / "ours", "--mesh", "d=1", "--against", folder)
     assert answer.status == 2 and "pip install transformers" in answer.err
+
+
+def notes_of(path, *options):
+    return [one for one in call("explain", path, *options, "--json").json["warnings"] if "times what it needs" in one]
+
+
+def test_advice_to_convert_is_given_only_where_it_helps(tmp_path):
+    kinds.save_ours(tmp_path / "small", {f"w{n}": torch.ones(8, 8) for n in range(5)})
+    (note,) = notes_of(tmp_path / "small", "--mesh", "a=1")
+    assert "header" in note and "cut otherwise" not in note and "would not change" in note
+
+    kinds.save_ours(tmp_path / "large", {"w": torch.ones(2048, 1024)})
+    fsdp = ("--mesh", "a=8", "--spec", "w=-,a", "--processes", "8")
+    (note,) = notes_of(tmp_path / "large", *fsdp)
+    assert "cut otherwise" in note and "'xc convert'" in note
+    before = call("explain", tmp_path / "large", *fsdp, "--json").json["processes"][0]["bytes_read"]
+    assert call("convert", tmp_path / "large", tmp_path / "fits", "--mesh", "a=8", "--spec", "w=-,a").status == 0
+    assert call("explain", tmp_path / "fits", *fsdp, "--json").json["processes"][0]["bytes_read"] < before / 4
+    assert notes_of(tmp_path / "fits", *fsdp) == []
+
+
+def test_advice_for_small_tensors_is_the_same_before_and_after_convert(tmp_path):
+    kinds.save_ours(tmp_path / "a", {f"w{n}": torch.ones(16, 4) for n in range(4)} | {"step": 1})
+    mesh = ("--mesh", "a=4", "--spec", "w*=a")
+    assert call("convert", tmp_path / "a", tmp_path / "b", *mesh).status == 0
+    for name in "ab":
+        for note in notes_of(tmp_path / name, *mesh):
+            assert "would not change" in note, name

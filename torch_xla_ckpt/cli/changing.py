@@ -36,8 +36,8 @@ def convert(
 ) -> None:
     """Rewrite a checkpoint with other chunks, or in another format.
 
-    Keys, step and metadata stay. The new checkpoint appears in one step, and all of it is read back. With --to
-    safetensors or torch, this is 'xc export'.
+    Keys, step, time and metadata stay. The new checkpoint appears in one step, and all of it is read back. With
+    --overwrite, RUN/latest and RUN/best replace that step. With --to safetensors or torch, this is 'xc export'.
 
     \b
     Example:
@@ -121,6 +121,7 @@ def _export(
     cast = getattr(torch, dtype, None) if dtype else None
     if dtype and not isinstance(cast, torch.dtype):
         raise click.UsageError(f"torch has no dtype {dtype}. Write bfloat16, float16 or float32, for example.")
+    inspecting.require_new_name(target, storage_options)
     found = torch_xla_ckpt.export(
         inspecting.path_of_checkpoint(source, storage_options),
         target,

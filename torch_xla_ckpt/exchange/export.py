@@ -63,7 +63,8 @@ def export(
         config_from: a folder whose configuration, tokenizer and generation files are copied, or a ``PreTrainedModel``
             whose configuration is written. Default: only weights are written.
         memory_budget: host memory in bytes for data that is being written. One tensor may exceed it. Default: 256 MiB.
-        verify: check the bytes that are read against the checkpoint's checksums. Default: True.
+        verify: check the bytes that are read against the checkpoint's checksums. A ``torch.save`` file is first
+            compared with its CRC-32 as a whole. Default: True.
         progress: show a progress bar on a terminal while a checkpoint is read. Needs tqdm. Default: False.
         dry_run: write nothing, and return the report of what would be written. Only for a source that is a path.
             Tensors that may be tied are read and compared. Default: False.
@@ -111,4 +112,4 @@ def export(
     reader = ShardReader(
         source, verify=verify, memory_budget=memory_budget, progress=progress, storage_options=storage_options
     )
-    return CheckpointJob(options, processes, reader.location).run(reader)
+    return CheckpointJob(options, processes, reader.location).run(reader, verify=verify)

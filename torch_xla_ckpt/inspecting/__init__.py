@@ -4,13 +4,14 @@ Each question is a function that returns a frozen dataclass, which ``print`` sho
 torch_xla, a process group, a device, or the command line's packages. No code from a file runs, and only the bytes that
 a question needs are read.
 
-``opening`` finds what a path names. ``contents`` lists keys and steps, with ``folding`` and ``trees``. ``values`` shows
-one key: ``slices`` are parsed, ``selecting`` and ``reading`` read them (``locating`` helps), and ``statistics``,
-``objects`` and ``layouts`` (from ``shardings``) describe them. ``checking`` finds damage, and ``diffing`` differences.
-``explaining`` plans a load onto other ``meshes``, and into the ``targets`` that ``matching`` compares. ``reporting``
-collects what a page shows, and ``pages`` writes it as HTML, with ``treemaps``. Two functions change files: ``pruning``
-deletes steps of a run, and ``converting`` rewrites a checkpoint. ``words`` describes shapes, and ``text`` is safe for
-terminals.
+``opening`` finds what a path names, and ``step_names`` knows ``RUN/latest`` and ``RUN/best``. ``contents`` lists keys
+and steps, with ``folding`` and ``trees``. ``values`` shows one key: ``slices`` are parsed, ``selecting`` and
+``reading`` read them (``locating`` helps), and ``statistics``, ``objects`` and ``layouts`` (from ``shardings``)
+describe them. ``checking`` finds damage, and ``diffing`` differences, by the ``equality`` of bits. ``explaining``
+plans a load onto other ``meshes``, and into the ``targets`` that ``matching`` compares; ``overheads`` counts bytes
+beside elements. ``reporting`` collects what a page shows, and ``pages`` writes it as HTML, with ``treemaps``. Two
+functions change files: ``pruning`` deletes steps of a run, and ``converting`` rewrites a checkpoint. ``words``
+describes shapes, and ``text`` is safe for terminals.
 """
 
 from torch_xla_ckpt.inspecting.checking import Check, Checks, check, require_checked
@@ -25,6 +26,7 @@ from torch_xla_ckpt.inspecting.opening import path_of_checkpoint
 from torch_xla_ckpt.inspecting.pages import page
 from torch_xla_ckpt.inspecting.pruning import Pruning, prune, require_deleted
 from torch_xla_ckpt.inspecting.reporting import Report, TensorFacts, report
+from torch_xla_ckpt.inspecting.step_names import require_new_name
 from torch_xla_ckpt.inspecting.text import shown
 from torch_xla_ckpt.inspecting.trees import Sort
 from torch_xla_ckpt.inspecting.values import TensorView, show
@@ -59,6 +61,7 @@ __all__ = [
     "report",
     "require_checked",
     "require_deleted",
+    "require_new_name",
     "show",
     "shown",
 ]

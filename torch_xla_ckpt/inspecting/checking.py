@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.errors import CheckpointError, Damage
 from torch_xla_ckpt.inspecting.opening import LIGHTNINGS_FILE, open_path
 from torch_xla_ckpt.inspecting.text import plural, shown
 from torch_xla_ckpt.manager import RunFolder
@@ -76,14 +76,35 @@ class Check:
 
 
 @dataclass(frozen=True)
+class Unfinished:
+    """A folder of a run with files of a save that runs or broke off, or of a deletion that broke off.
+
+    Args:
+        path: the folder.
+        files: number of files.
+        nbytes: their size in bytes.
+    """
+
+    path: str
+    files: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        size = f"{plural(self.files, 'file')}, {format_bytes(self.nbytes)}"
+        return f"unfinished  {shown(self.path)}  {size}, without a commit: a save runs there, or broke off"
+
+
+@dataclass(frozen=True)
 class Checks:
     """The results of checking several checkpoints. ``bool`` is False if any is damaged, or could not be checked.
 
     Args:
         checks: one result for each checkpoint, in order.
+        unfinished: folders of the runs that never became checkpoints, or were deleted. They are not checked.
     """
 
     checks: tuple[Check, ...]
+    unfinished: tuple[Unfinished, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -99,11 +120,12 @@ class Checks:
         return tuple(one for one in self.checks if one.report is None)
 
     def __str__(self) -> str:
-        lines = [str(check) for check in self.checks]
-        if len(self.checks) != 1:
+        lines = [str(one) for one in (*self.checks, *self.unfinished)]
+        if len(lines) != 1:
             unanswered = len(self.unanswered)
             damaged = sum(not check for check in self.checks) - unanswered
             rest = f", {unanswered} not checked" if unanswered else ""
+            rest += f", {len(self.unfinished)} unfinished" if self.unfinished else ""
             lines.append(f"{plural(len(self.checks), 'checkpoint')}, {damaged or 'none'} damaged{rest}")
         return "\n".join(lines)
 
@@ -124,18 +146,21 @@ def check(
             paths, ``Checks.unanswered`` has these.
     """
     found: list[Check] = []
+    unfinished: list[Unfinished] = []
     for path in paths:
         try:
             target = open_path(path, storage_options, ranks_own=True)
             if isinstance(target, RunFolder):
-                found += _check_steps(target, progress)
+                checked = _check_steps(target, progress)
+                found += checked.checks
+                unfinished += checked.unfinished
             else:
                 found.append(_check(target.location, progress))
         except CheckpointError as error:
             if len(paths) == 1:
                 raise
             found.append(Check(os.fspath(path), None, problem=str(error)))
-    return Checks(tuple(found))
+    return Checks(tuple(found), tuple(unfinished))
 
 
 def require_checked(found: Checks) -> None:
@@ -150,23 +175,32 @@ def require_checked(found: Checks) -> None:
         )
 
 
-def _check_steps(run: RunFolder, progress: OnProgress | None) -> list[Check]:
+def _check_steps(run: RunFolder, progress: OnProgress | None) -> Checks:
     """Check all steps of a run. Steps that were deleted meanwhile are left out.
 
     Raises:
         CheckpointError: the run has no step.
     """
     steps = run.committed()
-    if not steps:
+    suspects = {one.step for one in run.uncommitted() if one.flaw is not None}
+    if not steps and not suspects:
         raise CheckpointError(f"the run {run.location} has no committed step, so there is nothing to check")
-    found = []
+    found: dict[int, Check] = {}
     for step in steps:
         try:
-            found.append(_check(run.at(step), progress))
+            found[step] = _check(run.at(step), progress)
         except CheckpointError as error:
             if step in run.committed():
-                found.append(Check(run.at(step).url, None, problem=str(error)))
-    return found
+                found[step] = Check(run.at(step).url, None, problem=str(error))
+    unfinished = []
+    for one in run.uncommitted():  # the second look: a deletion that was under way has ended, or has come further
+        url = run.at(one.step).url
+        if one.flaw is None or one.step not in suspects:
+            unfinished.append(Unfinished(url, one.files, one.nbytes))
+        else:
+            damage = Damage(METADATA, 0, 0, (), f"{one.flaw}. Put {METADATA} back from a copy, or delete the step")
+            found[one.step] = Check(url, VerifyReport(url, (damage,), {}, 0, 0, "structure"))
+    return Checks(tuple(found[step] for step in sorted(found)), tuple(unfinished))
 
 
 def _check(location: Location, progress: OnProgress | None) -> Check:

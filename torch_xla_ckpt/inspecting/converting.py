@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Any
 
 import torch
@@ -13,8 +17,9 @@ from torch_xla_ckpt import _dcp, api
 from torch_xla_ckpt.coordination import Processes
 from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError
 from torch_xla_ckpt.inspecting.meshes import MeshPlan
-from torch_xla_ckpt.inspecting.opening import LIGHTNINGS_FILE, Checkpoint, open_checkpoint, open_path
+from torch_xla_ckpt.inspecting.opening import LIGHTNINGS_FILE, Checkpoint, names_of, open_checkpoint, open_path
 from torch_xla_ckpt.inspecting.reading import Values
+from torch_xla_ckpt.inspecting.step_names import step_name
 from torch_xla_ckpt.inspecting.text import plural, shown
 from torch_xla_ckpt.layout import Box, Shard, TensorLayout
 from torch_xla_ckpt.manager import RunFolder
@@ -22,7 +27,18 @@ from torch_xla_ckpt.planner import CopyPlanner, paths_of
 from torch_xla_ckpt.protocols import TensorAccess
 from torch_xla_ckpt.reports import format_bytes
 from torch_xla_ckpt.serialization import METADATA, Encoded
-from torch_xla_ckpt.storage import Location, PathLike, ShardWriter, is_file, open_folder, verify
+from torch_xla_ckpt.storage import (
+    Listing,
+    Location,
+    PathLike,
+    ShardWriter,
+    is_file,
+    open_folder,
+    require_undamaged,
+    verify,
+)
+
+_TORCH_XLAS_FILE = ".manager_metadata"  # the file beside DCP's in steps of torch_xla's manager: step and time
 
 
 @dataclass(frozen=True)
@@ -69,13 +85,17 @@ def convert(
 ) -> Conversion:
     """Rewrite a checkpoint, in any format that can be read, as a DCP checkpoint of this package with other chunks.
 
-    Reads and writes chunk by chunk. Keys, paths, step, user metadata and the bytes of objects stay, and so does the
-    ``meta.pt`` of Lightning. The target is committed in one step, after the proof that its chunks cover every tensor.
-    Then all of it is read back.
+    Reads and writes chunk by chunk. Keys, paths, step, time, user metadata and the bytes of objects stay, and so does
+    the ``meta.pt`` of Lightning. The target is committed in one step, after the proof that its chunks cover every
+    tensor. Then all of it is read back.
+
+    Files beside DCP's, such as ``meta.pt``, cannot be replaced in the same step as the checkpoint. So a checkpoint with
+    such files is replaced only by itself, or by one with the same files.
 
     Args:
         source: the checkpoint, as for ``inspect``.
-        target: the new checkpoint's folder. It may be the source's.
+        target: the new checkpoint's folder. It may be the source's. With ``overwrite``, a name such as ``RUN/latest``
+            means the folder of that step. Without, such a name is refused.
         mesh: the mesh whose shards become chunks, such as "fsdp=2,tensor=4". Default: tensors stay whole.
         specs: the axes that cut each key, such as "*.weight=fsdp,tensor".
         overwrite: whether a checkpoint at ``target`` may be replaced. Default False.
@@ -83,13 +103,14 @@ def convert(
         storage_options: options of the fsspec filesystem behind URLs, for both. Default: none.
 
     Raises:
-        CheckpointError: there is no checkpoint; there is something at the target; or a spec does not fit.
+        CheckpointError: there is no checkpoint; there is something at the target, or it names a step of a run; files
+            beside the two checkpoints differ; or a spec does not fit.
         CorruptCheckpointError: bytes of the source, or those that were read back, are not what was written.
     """
     plan = MeshPlan.parse(mesh or "devices=1", specs)
     checkpoint = open_checkpoint(source, storage_options)
-    location = Location.of(target, storage_options)
-    _require_free(location, overwrite)
+    location = _target(checkpoint, source, target, overwrite, storage_options)
+    lightnings = _new_lightnings_file(checkpoint, location, is_replaced=_is_replaced(location, overwrite))
     values = Values(checkpoint)
     saved = values.metadata.state_dict_metadata
     tensors = {key: one for key, one in saved.items() if isinstance(one, TensorStorageMetadata)}
@@ -107,12 +128,41 @@ def convert(
         is_dry=dry_run,
     )
     if not dry_run:
-        _write(checkpoint, values, access, location)
+        if checkpoint.listing().kind != "torch_xla_ckpt":
+            require_undamaged(checkpoint.location)
+        _write(checkpoint, values, access, location, lightnings)
     return result
 
 
-def _require_free(location: Location, overwrite: bool) -> None:
-    """Check that the target is free, or holds a checkpoint that may be replaced.
+def _target(
+    checkpoint: Checkpoint,
+    source: PathLike,
+    target: PathLike,
+    overwrite: bool,
+    storage_options: Mapping[str, Any] | None,
+) -> Location:
+    """Return the folder to write to.
+
+    Raises:
+        CheckpointError: the target names a step of a run, and may not be replaced.
+    """
+    location = Location.of(target, storage_options)
+    asked = step_name(target, storage_options)
+    if asked is None:
+        return location
+    # The newest step may be another one by now, and the source must not replace it.
+    is_source = location.identity == Location.of(source, storage_options).identity
+    found = checkpoint.location if is_source else asked.location()
+    if not overwrite:
+        raise CheckpointError(
+            f"{location} means step {found.name} of the run, so no new folder can have that name. Nothing was written. "
+            f"Choose another path, such as {asked.run.location}/NUMBER, or replace the step with --overwrite"
+        )
+    return found
+
+
+def _is_replaced(location: Location, overwrite: bool) -> bool:
+    """Return whether there is a checkpoint at the target, which may be replaced. False if the target is free.
 
     Raises:
         CheckpointError: something else is there.
@@ -122,7 +172,7 @@ def _require_free(location: Location, overwrite: bool) -> None:
     try:
         found = open_path(location, ranks_own=True)
     except CheckpointError:
-        return
+        return False
     if isinstance(found, RunFolder):
         raise CheckpointError(f"there is a run at {location}. Choose another path, such as {location}/NUMBER")
     if METADATA not in found.names:
@@ -134,28 +184,79 @@ def _require_free(location: Location, overwrite: bool) -> None:
         raise CheckpointError(
             f"there is a checkpoint at {location} already. Choose another path, or replace it with --overwrite"
         )
+    return True
 
 
-def _write(checkpoint: Checkpoint, values: Values, access: _FromCheckpoint, location: Location) -> None:
+def _new_lightnings_file(checkpoint: Checkpoint, location: Location, *, is_replaced: bool) -> bytes | None:
+    """Return the bytes of the ``meta.pt`` to write; None if there is nothing to write.
+
+    Args:
+        checkpoint: the source.
+        location: the target.
+        is_replaced: whether there is a checkpoint at the target.
+
+    Raises:
+        CheckpointError: the target has files beside its checkpoint that would not belong to the new one.
+    """
+    if location.identity == checkpoint.location.identity:
+        return None
+    folder = open_folder(location, sync=False)
+    names = names_of(folder)
+    new = checkpoint.folder.read(LIGHTNINGS_FILE) if LIGHTNINGS_FILE in checkpoint.names else None
+    old = folder.read(LIGHTNINGS_FILE) if LIGHTNINGS_FILE in names else None
+    if _TORCH_XLAS_FILE in names:
+        other = _TORCH_XLAS_FILE
+    elif new == old or (old is None and not is_replaced):
+        return new if old is None else None
+    else:
+        other = LIGHTNINGS_FILE
+    whose = location if other in names else checkpoint.location
+    raise CheckpointError(
+        f"convert does not write to {location}: the {other} of {whose} belongs to another checkpoint than the files "
+        "beside it would then, and no storage replaces two files in one step. Nothing was written. Choose another path"
+    )
+
+
+def _write(
+    checkpoint: Checkpoint, values: Values, access: _FromCheckpoint, location: Location, lightnings: bytes | None
+) -> None:
     listing = checkpoint.listing()
-    writer = ShardWriter(location, step=listing.step, user_metadata=listing.user_metadata)
+    time = _time_of(listing)
+    is_new = location.is_local and not os.path.lexists(location.path)
+    writer = ShardWriter(location, step=listing.step, user_metadata=listing.user_metadata, time=time)
     planner = CopyPlanner(paths_of(values.metadata), lambda tensor: access)
     processes = Processes(None, alone=True)
-    lightnings = checkpoint.folder.read(LIGHTNINGS_FILE) if LIGHTNINGS_FILE in checkpoint.names else None
+    folder = open_folder(location)
     try:
+        # Written before the commit: whenever this program ends, a committed checkpoint has its file.
+        if lightnings is not None:
+            folder.make()
+            temporary = f"{METADATA}-{secrets.token_hex(8)}.tmp"  # a save removes it, if this program is killed
+            folder.replace(LIGHTNINGS_FILE, [lightnings], temporary)
         with api.readable_errors(processes, f"writing to {location}", "converted"):
             _dcp.save(access.state(), writer, planner, None, True)
     except BaseException:
         writer.abandon()
+        with suppress(OSError):
+            if lightnings is not None and METADATA not in folder.names():
+                folder.remove([LIGHTNINGS_FILE])
+            if is_new:
+                os.rmdir(location.path)
         raise
-    if lightnings is not None:
-        folder = open_folder(location)
-        folder.replace(LIGHTNINGS_FILE, [lightnings], f".{LIGHTNINGS_FILE}.tmp")
     report = verify(location)
     if not report.ok:
         raise CorruptCheckpointError(
             f"what was written to {location} could not be read back:\n{report}", report.damages
         )
+
+
+def _time_of(listing: Listing) -> datetime | None:
+    """Return when a checkpoint was saved; None if it does not tell."""
+    try:
+        time = datetime.fromisoformat(listing.time)
+    except (ValueError, TypeError):
+        return None
+    return time if time.tzinfo is not None else time.replace(tzinfo=timezone.utc)
 
 
 class _FromCheckpoint(TensorAccess):

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import UnsafeObjectError
 from torch_xla_ckpt.inspecting.contents import select
+from torch_xla_ckpt.inspecting.equality import compared, equal
 from torch_xla_ckpt.inspecting.folding import Fold, fold
 from torch_xla_ckpt.inspecting.objects import object_text
 from torch_xla_ckpt.inspecting.opening import open_checkpoint
@@ -29,7 +30,6 @@ from torch_xla_ckpt.storage import PathLike, Stored
 Status = Literal["equal", "differs", "other shape", "other dtype", "other type", "only in a", "only in b"]
 _SLAB_BYTES = 64 << 20  # large slabs, so that few blocks are read twice where the chunks differ
 _SMALL = 1 << 20  # mean size in bytes of chunks below which they are not read one by one
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class KeyDifference:
             values cannot be compared; "other type" is a tensor against an object. "only in a", "only in b".
         a, b: the value in each checkpoint, in words; "" where a checkpoint lacks the key.
         share: share of the elements that differ, between 0 and 1; None unless the status is "differs" or "equal".
-        max_abs: largest absolute difference of two elements; NaN if one of them is NaN, or if torch cannot compute with
-            the dtype. None for objects, and unless the status is "differs".
+        max_abs: largest absolute difference of two elements, as an exact int for integers; NaN if one of them is NaN,
+            or if torch cannot compute with the dtype. None for objects, and unless the status is "differs".
     """
 
     key: str
@@ -177,7 +177,7 @@ class _Comparison:
             for slab in cut(box, self.a.saved_tensor(key).properties.dtype.itemsize, _SLAB_BYTES)
         )
         for key, a, b in self._read(slabs):
-            tallies[key].add(*_compared(a, b))
+            tallies[key].add(*compared(a, b))
             self.bytes_compared += a.nbytes
             self._advance(a.nbytes)
         return tuple(one or self._difference(key, tallies[key]) for key, one in known.items())
@@ -222,7 +222,7 @@ class _Comparison:
         except UnsafeObjectError:
             return KeyDifference(key, "differs", f"{places[0].length} bytes", f"{places[1].length} bytes")
         # The same value may have several pickles: strings are shared, or they are not.
-        if _equal(*values):
+        if equal(*values):
             return KeyDifference(key, "equal", share=0.0)
         return KeyDifference(key, "differs", object_text(values[0])[:60], object_text(values[1])[:60])
 
@@ -262,54 +262,6 @@ def _boxes(saved: TensorStorageMetadata) -> list[Box]:
     return [_dcp.box_of(chunk) for chunk in saved.chunks]
 
 
-def _compared(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
-    """Return the number of elements whose bits differ, and the largest absolute difference."""
-    if not a.numel():
-        return 0, 0.0
-    first, second = _bits(a), _bits(b)
-    if torch.equal(first, second):
-        return 0, 0.0
-    differs = first != second
-    if differs.dim() > 1:
-        differs = differs.any(dim=1)
-    try:
-        # The bits are selected, because torch selects no elements of some dtypes.
-        values = [_wide(bits[differs].reshape(-1).view(a.dtype)) for bits in (first, second)]
-    except (RuntimeError, NotImplementedError):  # torch computes nothing with some dtypes, such as float4_e2m1fn_x2
-        return int(differs.sum()), math.nan
-    largest = (values[0] - values[1]).abs()
-    largest[values[0] == values[1]] = 0  # infinities, and zeros of other signs
-    return int(differs.sum()), float(largest.max())
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bits of each element as an integer, or as two where torch has no integer of the size."""
-    flat = tensor.reshape(-1)
-    return flat.view(torch.int64).reshape(-1, 2) if flat.itemsize == 16 else flat.view(_INTEGERS[flat.itemsize])
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_complex():
-        return tensor.to(torch.complex128)
-    return (tensor if tensor.itemsize >= 4 or not tensor.is_floating_point() else tensor.float()).double()
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Return whether two objects of harmless types are equal, with tensors and arrays compared by their bits."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and _compared(a.contiguous(), b.contiguous())[0] == 0
-    if isinstance(a, Mapping):
-        return list(a) == list(b) and all(_equal(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    try:
-        return bool(a == b) or object_text(a) == object_text(b) == "nan"
-    except (ValueError, TypeError):  # arrays, whose comparison is an array
-        return bool(a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes())
-
-
 def _nbytes(saved: TensorStorageMetadata) -> int:
     return math.prod(saved.size) * saved.properties.dtype.itemsize
 
@@ -325,4 +277,7 @@ def _percent(members: Sequence[KeyDifference]) -> str:
 
 def _largest(members: Sequence[KeyDifference]) -> str:
     found = [one.max_abs for one in members if one.max_abs is not None]
-    return "" if not found else "nan" if any(map(math.isnan, found)) else f"{max(found):.4g}"
+    if not found or any(map(math.isnan, found)):
+        return "nan" if found else ""
+    largest = max(found)
+    return str(largest) if isinstance(largest, int) else f"{largest:.4g}"

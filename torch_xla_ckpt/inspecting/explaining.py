@@ -17,6 +17,7 @@ from torch_xla_ckpt.inspecting.folding import fold
 from torch_xla_ckpt.inspecting.matching import KeyChange, matched
 from torch_xla_ckpt.inspecting.meshes import MeshPlan
 from torch_xla_ckpt.inspecting.opening import open_checkpoint
+from torch_xla_ckpt.inspecting.overheads import chunk_overhead
 from torch_xla_ckpt.inspecting.reading import Values, stored
 from torch_xla_ckpt.inspecting.targets import target_of
 from torch_xla_ckpt.inspecting.text import plural, shown, table
@@ -26,6 +27,7 @@ from torch_xla_ckpt.storage import PathLike, planned_bytes
 
 _BUDGET = 1 << 30  # bytes; ``ShardReader``'s default for what is read and not committed yet
 _OVER_READ = 1.5  # bytes read over bytes needed from which a warning is due
+_WORTH_REWRITING = 1.25  # bytes read now over bytes read after 'xc convert' from which that is advised
 
 
 @dataclass(frozen=True)
@@ -161,10 +163,11 @@ def explain(
     boxes = plan.boxes_of({key: tuple(one.size) for key, one in tensors.items()})
     whole = [*created, *(key for key in chosen if key not in tensors)]
     share = plan.devices // processes
-    plans = [
+    planned = [
         _process(values, plan, number, range(number * share, (number + 1) * share), tensors, boxes, whole)
         for number in range(processes)
     ]
+    plans = [one for one, _ in planned]
     return Explanation(
         path=checkpoint.location.url,
         mesh=dict(plan.axes),
@@ -180,7 +183,7 @@ def explain(
             for key, one in tensors.items()
         ),
         changes=tuple(changes),
-        warnings=tuple(_warnings(plans, changes, left, plan, tensors)),
+        warnings=tuple(_warnings(planned, changes, left, plan, tensors)),
     )
 
 
@@ -192,15 +195,20 @@ def _process(
     tensors: Mapping[str, TensorStorageMetadata],
     boxes: Mapping[str, Sequence[Box]],
     whole: Sequence[str],
-) -> ProcessPlan:
-    """Plan the reads of one process: its boxes of tensors, and keys that every process reads whole."""
+) -> tuple[ProcessPlan, float]:
+    """Plan the reads of one process: its boxes of tensors, and keys that every process reads whole.
+
+    Returns:
+        The plan, and the bytes that the process would read if the boxes that it needs were the stored chunks.
+    """
     items: list[ReadItem] = []
-    needed = put = largest = 0
+    needed = put = largest = regions = 0
     for key in whole:
         saved = values.metadata.state_dict_metadata[key]
         if isinstance(saved, TensorStorageMetadata):
             box = Box.whole(saved.size)
             items += _reads(values, key, [box])
+            regions += 1
             needed += box.volume * saved.properties.dtype.itemsize
         else:
             items.append(_dcp.read_object(key, key))
@@ -209,15 +217,16 @@ def _process(
         itemsize = saved.properties.dtype.itemsize
         own = [box for box in dict.fromkeys(boxes[key][device] for device in devices) if box.volume]
         items += _reads(values, key, own)
+        regions += len(own)
         needed += sum(box.volume for box in own) * itemsize
         shard = math.prod(plan.shard_shape(key, saved.size)) * itemsize
         put += shard * len(devices)
         chunk = max((math.prod(one.sizes) * itemsize for one in saved.chunks), default=0)
         largest = max(largest, shard * len(own) + chunk)
     read = planned_bytes(items, values.metadata)
-    return ProcessPlan(
-        number, tuple(devices), len(items), needed, read, put, min(needed + largest, max(_BUDGET, largest))
-    )
+    host = min(needed + largest, max(_BUDGET, largest))
+    fitted = needed + regions * chunk_overhead(items, values.metadata)
+    return ProcessPlan(number, tuple(devices), len(items), needed, read, put, host), fitted
 
 
 def _reads(values: Values, key: str, boxes: Sequence[Box]) -> Sequence[ReadItem]:
@@ -232,19 +241,26 @@ def _reads(values: Values, key: str, boxes: Sequence[Box]) -> Sequence[ReadItem]
 
 
 def _warnings(
-    plans: Sequence[ProcessPlan],
+    plans: Sequence[tuple[ProcessPlan, float]],
     changes: Sequence[KeyChange],
     left: Sequence[str],
     plan: MeshPlan,
     tensors: Mapping[str, Any],
 ) -> list[str]:
     notes = []
-    most = max(plans, key=lambda one: one.bytes_read / max(one.bytes_needed, 1))
+    most, fitted = max(plans, key=lambda one: one[0].bytes_read / max(one[0].bytes_needed, 1))
     if most.bytes_needed and most.bytes_read > _OVER_READ * most.bytes_needed:
-        notes.append(
-            f"process {most.process} reads {most.bytes_read / most.bytes_needed:.1f} times what it needs, because it "
-            "needs parts of blocks that are cut otherwise. 'xc convert' with this mesh rewrites the checkpoint to fit"
-        )
+        times = f"process {most.process} reads {most.bytes_read / most.bytes_needed:.1f} times what it needs"
+        if most.bytes_read > _WORTH_REWRITING * fitted:
+            notes.append(
+                f"{times}, because it needs parts of blocks that are cut otherwise. 'xc convert' with this mesh "
+                "rewrites the checkpoint to fit"
+            )
+        else:
+            notes.append(
+                f"{times}, because most of what it needs is small, and each stored chunk has a header of its own. "
+                "Another mesh or 'xc convert' would not change that"
+            )
     refused = sum(one.change in ("missing", "other shape", "other type") for one in changes)
     if left:
         notes.append(

@@ -1,7 +1,8 @@
-"""Opening a path: a checkpoint, a run, or a step of a run that is named by ``latest``, ``best`` or its number."""
+"""Opening a path: a checkpoint, a run, or a step of a run that ``step_names`` knows."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.formats import is_weights
+from torch_xla_ckpt.inspecting.step_names import StepName, is_run, some_steps, step_name
 from torch_xla_ckpt.manager import RunFolder
 from torch_xla_ckpt.protocols import Folder
 from torch_xla_ckpt.serialization import METADATA
@@ -28,12 +30,13 @@ from torch_xla_ckpt.storage import (
     read_listing,
 )
 
+logger = logging.getLogger(__name__)
+
 Writer = Literal["torch_xla_ckpt", "dcp", "lightning", "torch_xla", "safetensors", "torch.save"]
 LIGHTNINGS_FILE = "meta.pt"
 """The file beside DCP's in sharded checkpoints of Lightning's own strategies: an archive of ``torch.save``."""
 _LIGHTNINGS_KEY = "pytorch-lightning_version"  # what every checkpoint file of Lightning has
 _OWN_METADATA = re.compile(r"__(\d+)\.metadata")
-_STEP_NAME = re.compile(r"latest|best(?::(?P<metric>[^:]+)(?::(?P<mode>min|max))?)?")
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,9 @@ def open_path(
 ) -> Checkpoint | RunFolder:
     """Return the checkpoint or the run at a path.
 
+    In a run, ``latest`` and ``best`` name steps, even if there is a folder of that name. A warning tells then that the
+    folder is not opened. The folder is opened if the name names no step.
+
     Args:
         path: a checkpoint's folder, a run's folder, or ``RUN/latest``, ``RUN/best``, ``RUN/best:METRIC`` and
             ``RUN/best:METRIC:max``: a local path or any fsspec URL.
@@ -97,10 +103,13 @@ def open_path(
         CheckpointError: there is neither a checkpoint nor a run, or the storage does not answer.
     """
     location = Location.of(path, storage_options)
+    asked = None if isinstance(path, Location) else step_name(path, storage_options)
+    if asked is not None and (found := _step(asked, location)) is not None:
+        return found
     folder = open_folder(location, sync=False)
     if _is_file(location):
         return Checkpoint(location, folder, frozenset())
-    names = _names(folder)
+    names = names_of(folder)
     if METADATA in names or any(is_weights(name) for name in names):
         return Checkpoint(location, folder, names)
     if own := sorted(name for name in names if _OWN_METADATA.fullmatch(name)):
@@ -111,10 +120,9 @@ def open_path(
             "without collectives. 'xc verify' checks all of them; load each one on its rank with no_dist=True"
         )
     run = RunFolder(location)
-    if _is_run(run):
+    if is_run(run):
         return run
-    named = _named_step(path, storage_options) if not names and not isinstance(path, Location) else None
-    return named or _raise_nothing_there(location, folder, names)
+    return _raise_nothing_there(location, folder, names)
 
 
 def open_checkpoint(path: PathLike, storage_options: Mapping[str, Any] | None = None) -> Checkpoint:
@@ -128,7 +136,7 @@ def open_checkpoint(path: PathLike, storage_options: Mapping[str, Any] | None = 
         return found
     steps = found.committed()
     raise CheckpointError(
-        f"{found.location} is the folder of a run with {_shortened(steps)}. Name one step, as in "
+        f"{found.location} is the folder of a run with {some_steps(steps)}. Name one step, as in "
         f"{found.location.url.rstrip('/')}/{steps[-1] if steps else 'NUMBER'} or .../latest"
     )
 
@@ -163,7 +171,12 @@ def _is_file(location: Location) -> bool:
         return False
 
 
-def _names(folder: Folder) -> frozenset[str]:
+def names_of(folder: Folder) -> frozenset[str]:
+    """Return the names of the files in a folder; none if there is no folder.
+
+    Raises:
+        CheckpointError: the storage does not answer.
+    """
     try:
         return frozenset(folder.names())
     except (FileNotFoundError, NotADirectoryError):
@@ -177,29 +190,32 @@ def _names(folder: Folder) -> frozenset[str]:
         ) from error
 
 
-def _is_run(run: RunFolder) -> bool:
+def _step(asked: StepName, literal: Location) -> Checkpoint | None:
+    """Return the step that a name asks for; None if it names no step, and a folder or file has that name.
+
+    Args:
+        asked: the name.
+        literal: the path that was given. A folder with the name of a step may be there.
+
+    Raises:
+        CheckpointError: the name names no step, and nothing has that name.
+    """
+    is_there = _is_file(literal) or bool(names_of(open_folder(literal, sync=False)))
     try:
-        return run.is_run
-    except OSError:
-        return False
-
-
-def _named_step(path: PathLike, storage_options: Mapping[str, Any] | None) -> Checkpoint | None:
-    """Return the step that a path such as ``RUN/latest`` names; None if it is no such path, or there is no run."""
-    parent, slash, name = os.fspath(path).rstrip("/").rpartition("/")
-    match = _STEP_NAME.fullmatch(name)
-    if match is None:
-        return None
-    run = RunFolder(Location.of(parent or ("/" if slash else "."), storage_options))
-    if not _is_run(run):
-        return None
-    step = run.latest() if name == "latest" else run.best(match["metric"], "max" if match["mode"] == "max" else "min")
-    if step is None:
-        what = "step that looks whole" if name == "latest" else f"step with the metric {match['metric']!r}"
-        raise CheckpointError(f"{run.location} has no {what}. It has {_shortened(run.committed())}")
-    location = run.at(step)
+        location = asked.location()
+    except CheckpointError:
+        if is_there:
+            return None
+        raise
+    if is_there and literal.identity != location.identity:
+        logger.warning(
+            "%s means step %s of the run. The folder %r in the run is not opened; rename it if you need it",
+            literal,
+            location.name,
+            asked.name,
+        )
     folder = open_folder(location, sync=False)
-    return Checkpoint(location, folder, _names(folder))
+    return Checkpoint(location, folder, names_of(folder))
 
 
 def _raise_nothing_there(location: Location, folder: Folder, names: Iterable[str]) -> Checkpoint:
@@ -218,12 +234,3 @@ def _raise_nothing_there(location: Location, folder: Folder, names: Iterable[str
         f"there is neither a checkpoint nor a run at {location}: {problem}{steps}. Check the path. An interrupted save "
         "leaves no checkpoint"
     )
-
-
-def _shortened(steps: list[int]) -> str:
-    if not steps:
-        return "no steps"
-    named = [str(step) for step in steps]
-    if len(named) > 6:
-        named[3:-3] = ["..."]
-    return f"the steps {', '.join(named)}"

@@ -11,7 +11,8 @@ and ``facts`` (their manifests), and ``retries`` repeats requests. ``catalog`` a
 
 Retention: ``verdicts`` decides what stays, ``retention`` deletes the rest with ``deletion``, ``deletion_status`` tells
 the other ranks, ``active`` knows what is being saved. ``journal`` writes down what happened, and ``history`` shows it.
-``run_folder`` looks at a run from outside of the training program.
+``run_folder`` looks at a run from outside of the training program; ``uncommitted`` looks at folders without
+``.metadata``.
 """
 
 from torch_xla_ckpt.manager import keep, when

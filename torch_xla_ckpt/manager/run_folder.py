@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError
 from torch_xla_ckpt.manager.catalog import Catalog
 from torch_xla_ckpt.manager.history import Record
 from torch_xla_ckpt.manager.journal import NAME, Journal
@@ -14,8 +14,9 @@ from torch_xla_ckpt.manager.keep import Best, KeepLike, Saved, policy
 from torch_xla_ckpt.manager.retention import Retention
 from torch_xla_ckpt.manager.step_folder import Kind
 from torch_xla_ckpt.manager.steps import Steps
+from torch_xla_ckpt.manager.uncommitted import UncommittedStep, uncommitted_steps
 from torch_xla_ckpt.manager.verdicts import Verdict, Verdicts
-from torch_xla_ckpt.storage import Location
+from torch_xla_ckpt.storage import Location, verify
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,10 @@ class RunFolder:
         looks = self._steps.looks(self._steps.numbers())
         return [step for step, folder in looks.items() if folder.kind in ("committed", "damaged")]
 
+    def uncommitted(self) -> tuple[UncommittedStep, ...]:
+        """Return the folders of steps without ``.metadata``, ascending; see ``uncommitted_steps``."""
+        return uncommitted_steps(self._steps, self._journal)
+
     def latest(self) -> int | None:
         """Return the newest step that looks whole; None if there is none. No data is read."""
         return next((step for step in reversed(self.committed()) if self._flaw(step) is None), None)
@@ -96,10 +101,24 @@ class RunFolder:
     def prune(self, keep: KeepLike, publish: Callable[[frozenset[int]], object] = bool) -> None:
         """Delete the steps that a retention policy does not want, as a manager would, and note it in the journal.
 
+        Reads all of the newest step first. A manager does not, because its own program has just written that step.
+
         Args:
             keep: the policy.
             publish: see ``Retention``.
+
+        Raises:
+            CorruptCheckpointError: the newest step is damaged. No step is deleted.
         """
+        newest = self._steps.latest()
+        if newest is not None and not all(one.kept for one in self.verdicts(keep)):
+            report = verify(self._steps.at(newest))
+            if not report:
+                raise CorruptCheckpointError(
+                    f"no step of {self.location} was deleted, because the newest step, {newest}, is damaged:\n"
+                    f"{report}\nMove that step to another folder, and prune again",
+                    report.damages,
+                )
         retention = Retention(self._steps, policy(keep), self._journal, set, publish)
         try:
             retention.delete_superfluous()

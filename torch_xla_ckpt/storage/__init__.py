@@ -13,7 +13,7 @@ from torch_xla_ckpt.storage.file_names import is_checkpoint_file
 from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.foreign import holds_checkpoint, is_file, read_foreign
 from torch_xla_ckpt.storage.lease import Holder
-from torch_xla_ckpt.storage.leftover_files import leftovers
+from torch_xla_ckpt.storage.leftover_files import complete_saves, leftovers
 from torch_xla_ckpt.storage.limits import default_threads
 from torch_xla_ckpt.storage.listing import ListedKey, Listing, listing_of, read_listing
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, path_mismatch
@@ -24,7 +24,7 @@ from torch_xla_ckpt.storage.progress import OnProgress
 from torch_xla_ckpt.storage.read_plan import planned_bytes
 from torch_xla_ckpt.storage.reader import ReadStats, ShardReader
 from torch_xla_ckpt.storage.stored import Stored, checksum
-from torch_xla_ckpt.storage.verify import verify
+from torch_xla_ckpt.storage.verify import require_undamaged, verify
 from torch_xla_ckpt.storage.verify_report import VerifyReport
 from torch_xla_ckpt.storage.writer import ShardWriter
 
@@ -46,6 +46,7 @@ __all__ = [
     "Written",
     "as_bits",
     "checksum",
+    "complete_saves",
     "default_threads",
     "holds_checkpoint",
     "is_checkpoint_file",
@@ -62,6 +63,7 @@ __all__ = [
     "read_foreign",
     "read_index",
     "read_listing",
+    "require_undamaged",
     "steps_of_run",
     "verify",
     "written_by",

@@ -1,12 +1,14 @@
-"""Leftovers: files of saves that have ended without a commit."""
+"""Files in a folder without a committed checkpoint: leftovers of saves, and saves whose commit was removed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.protocols import Entry, Folder
 from torch_xla_ckpt.storage.file_names import lease_name, manifest_name, save_id_of
 from torch_xla_ckpt.storage.lease import live_saves
+from torch_xla_ckpt.storage.manifest import parsed
 
 _UNLEASED = 3600.0  # seconds without a write after which a save without a lease counts as ended
 
@@ -34,3 +36,31 @@ def leftovers(folder: Folder, listing: Mapping[str, Entry], now: float | None) -
             if len(times) < len(names) or now is None or now - max(times) < _UNLEASED:
                 alive.add(save_id)
     return frozenset(name for save_id, names in files.items() if save_id not in alive for name in names)
+
+
+def complete_saves(folder: Folder, listing: Mapping[str, Entry]) -> tuple[str, ...]:
+    """Return the ids of saves that were committed, in a folder without ``.metadata``, and whose files are all there.
+
+    A save writes its manifest before the commit, and removes its lease after the commit. So a manifest without a lease
+    is that of a committed save.
+
+    Args:
+        folder: the folder.
+        listing: the folder's files.
+    """
+    ids = {save_id for name in listing if (save_id := save_id_of(name)) is not None and name == manifest_name(save_id)}
+    return tuple(
+        save_id
+        for save_id in sorted(ids)
+        if lease_name(save_id) not in listing and _has_all_files(folder, listing, manifest_name(save_id))
+    )
+
+
+def _has_all_files(folder: Folder, listing: Mapping[str, Entry], manifest: str) -> bool:
+    """Return whether all data files that a manifest lists are there in full; False if the manifest is damaged."""
+    try:
+        return all(
+            name in listing and listing[name].size == size for name, size in parsed(folder.read(manifest))["files"]
+        )
+    except (CheckpointError, OSError, LookupError, TypeError, ValueError):
+        return False

@@ -105,6 +105,7 @@ class ShardWriter(StorageWriter):
             same time; with one thread there is one data file.
         step: the training step, for the manifest.
         user_metadata: any JSON value, up to 400 levels deep, for the manifest.
+        time: when the state was saved, with a time zone, for the manifest. Default: the time of the commit.
         storage_options: options for fsspec's filesystem.
         request_timeout: the time limit of a request to a remote store, in seconds. Each MiB that the request moves adds
             another second. Default 600.
@@ -128,6 +129,7 @@ class ShardWriter(StorageWriter):
         threads: int | None = None,
         step: int | None = None,
         user_metadata: Any = None,
+        time: datetime.datetime | None = None,
         storage_options: Mapping[str, Any] | None = None,
         request_timeout: float = REQUEST_TIMEOUT,
         progress: bool = False,
@@ -140,6 +142,7 @@ class ShardWriter(StorageWriter):
         self._threads = threads
         self._step = None if step is None else operator.index(step)
         self._user_metadata = user_metadata
+        self._time = time
         self._storage_options = storage_options
         self._request_timeout = request_timeout
         self._progress = progress
@@ -333,7 +336,7 @@ class ShardWriter(StorageWriter):
         """Return the members of the manifest that tell about the save as a whole."""
         return {
             "save_id": self._save_id,
-            "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "time": (self._time or datetime.datetime.now(datetime.timezone.utc)).isoformat(timespec="seconds"),
             "step": self._step,
             "user_metadata": self._user_metadata,
             "software": _software(),
