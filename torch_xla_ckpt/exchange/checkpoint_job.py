@@ -62,7 +62,7 @@ class CheckpointJob(Job):
         self.read_companions()
         ties = self.ties(tensors)
         equal = {(one.name, other.name) for one, other in ties.pairs() if source.are_equal(one, other)}
-        return self.begin(tensors, ties.found(equal), selection)
+        return self.begin(tensors, ties.found(equal), selection, source.texts)
 
     def _write(self, source: CheckpointSource, plan: Plan) -> int:
         """Write this rank's share. Return the bytes of tensors that it wrote."""

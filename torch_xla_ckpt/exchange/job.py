@@ -20,6 +20,7 @@ from torch_xla_ckpt.exchange.options import Options
 from torch_xla_ckpt.exchange.selection import Selection
 from torch_xla_ckpt.exchange.streamed_files import StreamedFiles
 from torch_xla_ckpt.exchange.ties import Ties, patterns_of
+from torch_xla_ckpt.formats import METADATA
 from torch_xla_ckpt.reports import ExportReport
 from torch_xla_ckpt.storage import Location
 
@@ -77,22 +78,39 @@ class Job:
             patterns = ()
         return Ties(tensors, patterns)
 
-    def begin(self, tensors: Sequence[OutTensor], ties: Mapping[str, str], selection: Selection) -> Plan:
-        """Lay out the files, check that the path is free, and create what all ranks write to; on the first rank."""
+    def begin(
+        self,
+        tensors: Sequence[OutTensor],
+        ties: Mapping[str, str],
+        selection: Selection,
+        texts: Mapping[str, str] | None = None,
+    ) -> Plan:
+        """Lay out the files, check that the path is free, and create what all ranks write to; on the first rank.
+
+        Args:
+            tensors: the tensors.
+            ties: names that are tied to another tensor, with the name of that tensor.
+            selection: what is exported.
+            texts: the texts under ``__metadata__`` in the source. Default: none.
+        """
         options = self.options
+        texts = texts or {}
+        objects = selection.objects
+        if texts and options.format == "torch":
+            objects = (*objects, METADATA)
         written = [tensor for tensor in tensors if tensor.name not in ties]
         require_dtypes(written, options.format)
         if self._source is not None:
             require_apart(self._source, options.location)
         file = options.location.name if options.is_file else None
-        layout = layout_of(written, options.format, options.max_shard_bytes, file, ties)
+        layout = layout_of(written, options.format, options.max_shard_bytes, file, ties, texts)
         self._target = target_of(options.location, layout, self._companions, is_file=options.is_file)
         if options.dry_run:
             self._target.require_free()
         else:
             self._target.begin()
         selection.warn_of_rest()
-        return Plan(layout, ties, selection.objects, selection.unselected, tuple(self._companions), self._target.parts)
+        return Plan(layout, ties, objects, selection.unselected, tuple(self._companions), self._target.parts)
 
     def open_parts(self, plan: Plan) -> LocalFiles:
         """Open the local files, which the first rank has created.

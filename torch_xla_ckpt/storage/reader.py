@@ -99,6 +99,7 @@ class ShardReader(StorageReader):
         manifest: the checkpoint's ``Manifest``, once its metadata has been read; None if another writer wrote the
             checkpoint.
         version: a checksum of ``.metadata`` as it was read; of the headers, for other formats.
+        texts: the texts under ``__metadata__`` of safetensors files, once their headers have been read.
 
     Raises (inside DCP's ``CheckpointException``; ``torch_xla_ckpt.load`` unwraps it):
         CorruptCheckpointError: bytes are not what was written. Key, file and byte range are named.
@@ -144,6 +145,7 @@ class ShardReader(StorageReader):
         self.stats = ReadStats()
         self.manifest: Manifest | None = None
         self.version: bytes | None = None
+        self.texts: Mapping[str, str] = {}
         self._rank: int | None = None
         self._positions: list[Position] = []
         self._pinned = False
@@ -167,6 +169,7 @@ class ShardReader(StorageReader):
         if self._pinned and found.version != self.version:
             return _UnreadableMetadata(self._replaced())
         self.version = found.version
+        self.texts = found.texts
         self._rank = kwargs.get("rank")
         return found.metadata
 
