@@ -6,7 +6,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_xla_ckpt import _dcp
+from torch_xla_ckpt.cooperation import agree
 from torch_xla_ckpt.coordination import Processes
 from torch_xla_ckpt.errors import ReplacedCheckpointError
 from torch_xla_ckpt.planner import Dtype, Missing, Place, Rename, Shape, SPMDLoadPlanner, SPMDSavePlanner, Unexpected
@@ -180,6 +181,7 @@ def load(
     allow_types: Sequence[AllowedType] = (),
     trust_pickle: bool = False,
     verify: bool = True,
+    cooperative: bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
     progress: bool = False,
     storage_reader: dcp.StorageReader | None = None,
@@ -198,6 +200,10 @@ def load(
         missing, unexpected, dtype, shape, rename, only, exclude, placement, allow_types, trust_pickle: the policy for
             differences between target and checkpoint; see ``SPMDLoadPlanner``.
         verify, progress: see ``ShardReader``, which has further options. Without effect if ``storage_reader`` is given.
+        cooperative: whether each byte that several ranks need is read by one of them, which passes it on to the others
+            over the process group; the index of the checkpoint too. True: yes, from any storage. False: every rank
+            reads what it needs. None (default): yes, if the checkpoint is in a store and this saves reading 64 MiB or
+            more. Without effect in a single process. ``docs/scale.md`` explains it.
         storage_options: options of fsspec's filesystem for a URL, for example credentials. Default: none.
         storage_reader: DCP storage to read with. Default: a ``ShardReader``.
         process_group, no_dist: as for ``save``.
@@ -242,13 +248,37 @@ def load(
         with readable_errors(processes, doing, "loaded"):
             _dcp.load(state, reader, planner, process_group, processes.alone)
 
-    planner, restarts = _load_unreplaced(load_once, new_planner, reader)
+    with reading_together(reader, processes, cooperative, doing):
+        planner, restarts = _load_unreplaced(load_once, new_planner, reader)
     for key in keys:
         if _dcp.is_stateful(state_dict[key]):
             state_dict[key].load_state_dict(state[key])
         else:
             state_dict[key] = state[key]
     return _report(planner, reader, start, restarts)
+
+
+def reading_together(
+    reader: dcp.StorageReader, processes: Processes, cooperative: bool | None, doing: str
+) -> AbstractContextManager[None]:
+    """Let the ranks read each byte once in the block, if they agree to. All ranks must call this, and enter the block.
+
+    Args:
+        reader: the storage reader.
+        processes: the ranks.
+        cooperative: as for ``load``.
+        doing: the operation, for errors.
+
+    Raises:
+        CheckpointError: the ranks want different things.
+    """
+    ours = reader if isinstance(reader, ShardReader) else None
+    if ours is not None and ours.is_together:
+        return nullcontext()
+    is_remote = ours is not None and not ours.location.is_local
+    path = "" if ours is None else ours.location.identity
+    agreement = agree(processes, cooperative, can=ours is not None, is_remote=is_remote, path=path, doing=doing)
+    return nullcontext() if ours is None else ours.together(agreement)
 
 
 def agreed(
@@ -312,6 +342,8 @@ def _load_unreplaced(
             if not isinstance(error, ReplacedCheckpointError) or restarts == most:
                 raise
             logger.warning("%s", error)
+            if isinstance(reader, ShardReader):
+                reader.disconnect()
             reader.reset()
             restarts += 1
 
@@ -325,6 +357,7 @@ def _report(planner: SPMDLoadPlanner, reader: dcp.StorageReader, start: float, r
         outcomes=planner.outcomes,
         bytes_needed=stats.bytes_needed if isinstance(stats, ReadStats) else None,
         bytes_read=stats.bytes_read if isinstance(stats, ReadStats) else None,
+        bytes_received=stats.bytes_received if isinstance(stats, ReadStats) else None,
         requests=stats.requests if isinstance(stats, ReadStats) else None,
         plan_seconds=plan,
         read_seconds=total - plan - planner.put_seconds,

@@ -33,6 +33,10 @@ class ReplacedCheckpointError(CheckpointError):
     """Another save replaced or removed the checkpoint while it was read. Read again: a new one may be there."""
 
 
+class OtherRankError(CheckpointError):
+    """This rank waited for another rank, which failed or left. The other rank's error is the reason, if it has one."""
+
+
 @dataclass(frozen=True)
 class Damage:
     """A damaged byte range of a checkpoint's file.

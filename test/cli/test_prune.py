@@ -50,6 +50,19 @@ def test_prune_never_deletes_what_no_manager_wrote_nor_the_last_whole_step(made,
     assert steps_of(run) == [5, 10, 20, 30]
 
 
+def test_prune_deletes_nothing_if_the_newest_step_is_damaged(made, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(made / "run", run)
+    file = next((run / "30").glob("*.distcp"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    answer = call("prune", run, "--keep", "latest:1", "--yes")
+    assert answer.status == 2 and "30, is damaged" in answer.err and steps_of(run) == [10, 20, 30]
+    shutil.rmtree(run / "30")
+    assert call("prune", run, "--keep", "latest:1", "--yes").status == 0 and steps_of(run) == [20]
+
+
 def test_prune_needs_a_policy_and_a_run(made):
     assert call("prune", made / "run").status == 2
     assert call("prune", made / "ours", "--keep", "latest:1").status == 2

@@ -270,8 +270,10 @@ def test_model_at_the_path_is_never_replaced(tmp_path, source):
 
 
 def test_checkpoint_at_the_path_is_never_replaced(tmp_path, checkpoint):
-    with pytest.raises(xc.CheckpointError, match=r"already has \.metadata"):
+    with pytest.raises(xc.CheckpointError, match="would replace its own source"):
         xc.export(checkpoint, checkpoint)
+    with pytest.raises(xc.CheckpointError, match=r"already has \.metadata"):
+        xc.export({"w": torch.ones(1)}, checkpoint)
 
 
 def test_other_files_at_the_path_stay(tmp_path, source):
@@ -334,12 +336,37 @@ def test_incomplete_checkpoint_is_not_exported(tmp_path):
         ({"memory_budget": -1}, "must be positive"),
         ({"dtype": torch.int8}, "floating-point dtypes"),
         ({"dtype": torch.float8_e5m2}, "floating-point dtypes"),
+        ({"dtype": "bfloat61"}, "torch has no such dtype"),
+        ({"dtype": "nn"}, "is no dtype"),
+        ({"dtype": 16}, "is no dtype"),
+        ({"max_shard_bytes": "5GB"}, "'5GB': pass the number of bytes as an int"),
+        ({"memory_budget": 1e9}, "pass the number of bytes as an int"),
         ({"format": "torch", "config_from": "x"}, "one file"),
     ],
 )
 def test_wrong_options_are_refused(tmp_path, options, match):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises((ValueError, TypeError), match=match):
         xc.export({"a": torch.ones(1)}, tmp_path / "model", **options)
+
+
+def test_source_that_is_neither_path_nor_state_is_refused(tmp_path):
+    for source in (None, 5, torch.nn.Linear(1, 1)):
+        with pytest.raises(TypeError, match="the source of an export is the path of a checkpoint or a state dict"):
+            xc.export(source, tmp_path / "model")
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "torch.bfloat16"])
+def test_dtype_is_given_by_its_name(tmp_path, name):
+    xc.export({"w": torch.ones(2)}, tmp_path / "model", dtype=name)
+    assert written(tmp_path / "model")["w"].dtype == torch.bfloat16
+
+
+def test_configuration_beside_a_single_file_is_refused_before_anything_is_written(tmp_path, checkpoint):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"config_from= writes files beside the weights.*one\.safetensors writes one"):
+        xc.export(checkpoint, tmp_path / "one.safetensors", config_from=tmp_path)
+    assert os.listdir(tmp_path) == ["config.json"]
 
 
 def test_configuration_is_copied_and_its_dtype_follows_the_cast(tmp_path, checkpoint):
@@ -353,6 +380,8 @@ def test_configuration_is_copied_and_its_dtype_follows_the_cast(tmp_path, checkp
     assert set(os.listdir(tmp_path / "model")) == {"model.safetensors", "config.json", *copied}
     assert set(report.copied) == {"config.json", *copied}
     assert json.loads((tmp_path / "model" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    with pytest.raises(xc.CheckpointError, match=r"is a file\. .*Pass the folder that holds config\.json"):
+        xc.export(checkpoint, tmp_path / "other", config_from=source / "config.json")
     with pytest.raises(xc.CheckpointError, match=r"has no config\.json"):
         xc.export(checkpoint, tmp_path / "other", config_from=tmp_path)
     assert not (tmp_path / "other").exists()

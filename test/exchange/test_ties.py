@@ -107,3 +107,38 @@ def test_bert_with_tied_decoder_and_bias_comes_back(tmp_path):
     xc.export({"model": model.state_dict()}, tmp_path / "model", config_from=model)
     opened = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "model")
     assert_same(opened.state_dict(), model.state_dict())
+
+
+class TiedModel(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb = torch.nn.Embedding(64, 32)
+        self.norm = torch.nn.Linear(32, 32)
+        self.lm_head = torch.nn.Linear(32, 64, bias=False)
+        self.lm_head.weight = self.emb.weight
+
+
+@pytest.mark.parametrize("kind", ["host", "live", "checkpoint"])
+def test_torch_save_file_has_all_names_of_tied_weights_and_their_bytes_once(tmp_path, kind):
+    model = TiedModel()
+    source = {"model": model.state_dict()}
+    if kind == "live":
+        shared = put(model.emb.weight.detach(), mesh(MESH), ("a", "b"))
+        source["model"] |= {"emb.weight": shared, "lm_head.weight": shared.detach()}
+    if kind == "checkpoint":
+        xc.save(source, tmp_path / "checkpoint")
+        source = tmp_path / "checkpoint"
+    for dtype in (None, torch.bfloat16):
+        report = xc.export(source, tmp_path / "model.pt", key="model", format="torch", dtype=dtype)
+        assert report.tied == {"lm_head.weight": "emb.weight"}
+        loaded = torch.load(tmp_path / "model.pt", weights_only=True)
+        assert loaded["lm_head.weight"].data_ptr() == loaded["emb.weight"].data_ptr()
+        fresh = TiedModel()
+        fresh.load_state_dict(loaded)
+        expected = {key: value.to(dtype or value.dtype) for key, value in model.state_dict().items()}
+        assert_same(loaded, expected)
+        size = sum(value.nbytes for key, value in expected.items() if key != "lm_head.weight")
+        assert report.bytes_written == size and (tmp_path / "model.pt").stat().st_size < size + 4000
+    found = {"model": {}}
+    assert not xc.load(found, tmp_path / "model.pt").missing and xc.verify(tmp_path / "model.pt")
+    assert_same(found["model"], expected)

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 import torch_xla_ckpt as xc
 from support.meshes import holds, mesh, put, random_bits, same_bits
+from torch_xla_ckpt import inspecting
 
 BLOCK = 4 << 20
 SEAL = 2 + len("torch_xla_ckpt") + 3 * 17  # the last line of .metadata, with the line breaks around it
@@ -557,7 +558,7 @@ def flip(data, position):
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_flipped_bits_of_stock_tensors_and_objects_are_found_by_their_crc(tmp_path, threads):
-    """Stock DCP writes a CRC-32 and never checks it; ``verify`` does."""
+    """Stock DCP writes a CRC-32 and never checks it; ``verify`` and ``load`` do."""
     state = {"model": {key: HOST[key] for key in ("rows", "small", "flags")}, **OBJECTS}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path, thread_count=threads))
     report = xc.verify(tmp_path)
@@ -577,6 +578,10 @@ def test_flipped_bits_of_stock_tensors_and_objects_are_found_by_their_crc(tmp_pa
             (damage,) = xc.verify(tmp_path).damages
             assert damage.file == name and damage.start <= position < damage.stop and damage.keys == (index.fqn,)
             assert "CRC-32" in damage.what
+            target = {"model": {key: torch.zeros_like(value) for key, value in state["model"].items()}, **OBJECTS}
+            with pytest.raises(xc.CorruptCheckpointError, match="CRC-32") as caught:
+                xc.load(target, tmp_path)
+            assert {key for one in caught.value.damages for key in one.keys} == {index.fqn}
         (tmp_path / name).write_bytes(whole[: place.offset + place.length // 2])
         lost = {i.fqn for i, p in stored.items() if p.relative_path == name and p.offset >= place.offset}
         assert set(xc.verify(tmp_path).keys) == lost
@@ -713,3 +718,24 @@ def test_verify_reports_a_folder_in_place_of_a_file_and_impossible_lengths(tmp_p
     (stock / ".metadata").write_bytes(pickle.dumps(metadata))
     report = xc.verify(stock)
     assert not report.ok and report.keys == ("a",) and "the file ends before" in str(report)
+
+
+@pytest.mark.parametrize("source", ["stock", "model.pt"])
+def test_copies_of_damaged_bytes_are_refused(tmp_path, source):
+    """A copy has checksums of its own, which would hide the damage."""
+    state = {"model": {"rows": HOST["rows"]}}
+    path = tmp_path / source
+    if source == "stock":
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(path))
+        (file,) = path.glob("*.distcp")
+    else:
+        torch.save(state, path)
+        file = path
+    whole = file.read_bytes()
+    raw = bytes(HOST["rows"].reshape(-1).view(torch.uint8).numpy())
+    file.write_bytes(flip(whole, whole.index(raw) + len(raw) // 2))
+    with pytest.raises(xc.CorruptCheckpointError, match="CRC-32"):
+        xc.export(path, tmp_path / "exported")
+    with pytest.raises(xc.CorruptCheckpointError, match="CRC-32"):
+        inspecting.convert(path, tmp_path / "converted")
+    assert sorted(one.name for one in tmp_path.iterdir()) == [source]

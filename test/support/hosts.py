@@ -71,11 +71,11 @@ def host(rank, world, rendezvous, scenario, folder):
     """Act as one host: run a scenario in this process."""
     import torch.distributed as dist
 
-    from support.scenarios import async_saves, exports, manager, per_rank, save_load
+    from support.scenarios import async_saves, cooperation, exports, manager, per_rank, save_load
 
     logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(name)s: %(message)s")
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
-    modules = (save_load, async_saves, manager, per_rank, exports)
+    modules = (save_load, async_saves, manager, per_rank, exports, cooperation)
     getattr(next(module for module in modules if hasattr(module, scenario)), scenario)(rank, world, folder)
     if dist.is_initialized():
         dist.barrier()

@@ -15,7 +15,7 @@ from torch_xla_ckpt._dcp.catalog import Catalog
 from torch_xla_ckpt._dcp.chunks import Chunks
 from torch_xla_ckpt._dcp.entries import Entry, decoded_entries, encoded_entries
 from torch_xla_ckpt._dcp.failures import cause
-from torch_xla_ckpt._dcp.groups import default_store, is_alive, new_group
+from torch_xla_ckpt._dcp.groups import default_store, is_alive, new_group, timeout_of
 from torch_xla_ckpt._dcp.item_arrays import (
     AssignedItems,
     Items,
@@ -104,6 +104,7 @@ __all__ = [
     "state_of",
     "storage_info",
     "tensor_item",
+    "timeout_of",
     "transfers",
     "unstored",
     "untransformed",

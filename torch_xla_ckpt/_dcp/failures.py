@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torch_xla_ckpt.errors import CheckpointError, MismatchError, ReplacedCheckpointError
+from torch_xla_ckpt.errors import CheckpointError, MismatchError, OtherRankError, ReplacedCheckpointError
 
 
 def cause(error: CheckpointException, done: str, several: bool) -> BaseException:
@@ -19,6 +19,9 @@ def cause(error: CheckpointException, done: str, several: bool) -> BaseException
     for failure in causes.values():
         if not isinstance(failure, Exception):  # KeyboardInterrupt, SystemExit
             return failure
+    # A rank that only waited for another one explains nothing, unless all ranks did.
+    reasons = {rank: failure for rank, failure in causes.items() if not isinstance(failure, OtherRankError)}
+    causes = reasons or causes
     # If one rank sees that the checkpoint was replaced, the others may see damage, which is no explanation.
     preferred = (ReplacedCheckpointError, CheckpointError)
     ranks = (rank for kind in preferred for rank, failure in causes.items() if isinstance(failure, kind))

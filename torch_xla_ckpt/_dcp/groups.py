@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 
@@ -14,6 +15,16 @@ def new_group(of: dist.ProcessGroup | None, timeout: timedelta) -> dist.ProcessG
     # torch_xla replaces ``dist.new_group`` by a function with fewer options.
     new = dist.distributed_c10d.new_group
     return new(ranks, timeout=timeout, backend="gloo", use_local_synchronization=not everyone)
+
+
+def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
+    """Return the longest wait in a group, or in the default group; torch's default if the backend does not tell."""
+    found = dist.distributed_c10d._get_default_group() if group is None else group
+    try:
+        timeout = found._get_backend(torch.device("cpu")).options._timeout  # type: ignore[attr-defined]
+    except (RuntimeError, AttributeError):
+        return dist.distributed_c10d.default_pg_timeout
+    return timeout if isinstance(timeout, timedelta) else dist.distributed_c10d.default_pg_timeout
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:

@@ -11,14 +11,19 @@ from torch_xla_ckpt.exchange.layout import require_dtypes, shares_of
 from torch_xla_ckpt.exchange.selection import Entry
 from torch_xla_ckpt.planner import paths_of
 from torch_xla_ckpt.reports import ExportReport
-from torch_xla_ckpt.storage import ShardReader
+from torch_xla_ckpt.storage import ShardReader, require_undamaged
 
 
 class CheckpointJob(Job):
     """An export from a checkpoint."""
 
-    def run(self, reader: ShardReader) -> ExportReport:
-        """Export the checkpoint that a reader reads."""
+    def run(self, reader: ShardReader, *, verify: bool) -> ExportReport:
+        """Export the checkpoint that a reader reads.
+
+        Args:
+            reader: the reader.
+            verify: whether to check a source of another format before it is read.
+        """
         with self.processes.agreed(self.doing):
             source = CheckpointSource(reader, self.options.memory_budget)
         versions = self.processes.gather(reader.version, self.doing)
@@ -28,6 +33,8 @@ class CheckpointJob(Job):
                 "ones. Nothing was exported. Export again, with the same path on all ranks"
             )
         try:
+            if verify and reader.is_foreign and not self.options.dry_run:
+                self.processes.from_first(lambda: require_undamaged(reader.location), self.doing)
             plan = self.processes.from_first(lambda: self._plan(source), self.doing)
             if self.options.dry_run:
                 return self.report(plan, source.bytes_read, 0)
@@ -55,7 +62,7 @@ class CheckpointJob(Job):
         self.read_companions()
         ties = self.ties(tensors)
         equal = {(one.name, other.name) for one, other in ties.pairs() if source.are_equal(one, other)}
-        return self.begin(tensors, ties.found(equal), selection.objects)
+        return self.begin(tensors, ties.found(equal), selection, source.texts)
 
     def _write(self, source: CheckpointSource, plan: Plan) -> int:
         """Write this rank's share. Return the bytes of tensors that it wrote."""
@@ -64,7 +71,7 @@ class CheckpointJob(Job):
             out = self.streamed(shares_of(plan.layout, ranks)[rank])
             source.write_files(out)
             return sum(tensor.nbytes for tensor in out.tensors)
-        files = plan.open_parts()
+        files = self.open_parts(plan)
         try:
             source.write_share(plan.layout, files, rank, ranks)
             files.close()

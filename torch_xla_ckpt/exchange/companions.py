@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torch_xla_ckpt.errors import CheckpointError
-from torch_xla_ckpt.storage import Location, PathLike, open_folder
+from torch_xla_ckpt.storage import Location, PathLike, is_file, open_folder
 
 CONFIG = "config.json"
 _GENERATION = "generation_config.json"
@@ -61,7 +61,12 @@ def ties_by_config(companions: Mapping[str, bytes]) -> bool:
 
 
 def _of_folder(path: PathLike, storage_options: Mapping[str, Any] | None) -> dict[str, bytes]:
-    folder = open_folder(Location.of(path, storage_options))
+    location = Location.of(path, storage_options)
+    if is_file(location):
+        raise CheckpointError(
+            f"config_from={os.fspath(path)!r} is a file. Nothing was written. Pass the folder that holds {CONFIG}"
+        )
+    folder = open_folder(location)
     names = folder.names()
     if CONFIG not in names:
         raise CheckpointError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ def export(
     key: str | None = None,
     format: Format = "safetensors",
     max_shard_bytes: int = 5 << 30,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     rename: Rename | None = None,
     only: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
@@ -48,10 +49,12 @@ def export(
             pass the same path, or their own state dict.
         path: the folder to make: a local path or an fsspec URL. With ``format="torch"``, or if it ends with
             ".safetensors", it is the file to make.
-        key: the key of the model in the source. Default: found if the source has one model. "": the whole source.
+        key: the key of the model in the source. Default: found if the source has one model; a warning names the tensors
+            beside it that belong to no optimizer. "": the whole source.
         format: "safetensors" (default), or "torch" for one file that ``torch.load(..., weights_only=True)`` opens.
         max_shard_bytes: bytes of tensors from which the next file of a folder begins. Default: 5 GiB.
-        dtype: the dtype to cast floating-point tensors to. Integers stay, and so do 8-bit floating-point tensors.
+        dtype: the dtype to cast floating-point tensors to, or its name. Integers stay, and so do 8-bit floating-point
+            tensors. Finite values that become infinite are counted in the report, and a warning names their tensors.
             Default: nothing is cast.
         rename: new names for names of the model, which have neither ``key`` nor wrappers' prefixes: a mapping, or a
             function that returns the new name or None.
@@ -60,7 +63,8 @@ def export(
         config_from: a folder whose configuration, tokenizer and generation files are copied, or a ``PreTrainedModel``
             whose configuration is written. Default: only weights are written.
         memory_budget: host memory in bytes for data that is being written. One tensor may exceed it. Default: 256 MiB.
-        verify: check the bytes that are read against the checkpoint's checksums. Default: True.
+        verify: check the bytes that are read against the checkpoint's checksums. A ``torch.save`` file is first
+            compared with its CRC-32 as a whole. Default: True.
         progress: show a progress bar on a terminal while a checkpoint is read. Needs tqdm. Default: False.
         dry_run: write nothing, and return the report of what would be written. Only for a source that is a path.
             Tensors that may be tied are read and compared. Default: False.
@@ -73,6 +77,7 @@ def export(
 
     Raises:
         ValueError: an option has a wrong value.
+        TypeError: the source or an option has a wrong type.
         CheckpointError: the path has a model already; the model's key cannot be told; a dtype is not in the format; or
             any other failure, on any rank. Nothing at the path looks like a model then.
         CorruptCheckpointError: bytes of the checkpoint are not those that were saved.
@@ -80,12 +85,17 @@ def export(
         ConcurrentSaveError: another program has written to the path meanwhile.
         ReplacedCheckpointError: another save replaced the checkpoint while it was read. Export again.
     """
+    if not isinstance(source, (str, os.PathLike, Mapping)):
+        raise TypeError(
+            f"the source of an export is the path of a checkpoint or a state dict, not a {type(source).__name__}. "
+            "Nothing was written. For a model, pass model.state_dict()"
+        )
     options = Options(
         location=Location.of(path, storage_options),
         key=key,
         format=format,
         max_shard_bytes=max_shard_bytes,
-        dtype=dtype,
+        dtype=Options.dtype_of(dtype),
         rename=rename,
         only=(only,) if isinstance(only, str) else tuple(only),
         exclude=(exclude,) if isinstance(exclude, str) else tuple(exclude),
@@ -102,4 +112,4 @@ def export(
     reader = ShardReader(
         source, verify=verify, memory_budget=memory_budget, progress=progress, storage_options=storage_options
     )
-    return CheckpointJob(options, processes).run(reader)
+    return CheckpointJob(options, processes, reader.location).run(reader, verify=verify)

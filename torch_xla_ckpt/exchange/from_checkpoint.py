@@ -151,6 +151,7 @@ class CheckpointSource:
                 "its own. Nothing was written. Load it with dcp.load(..., no_dist=True) on each rank, and save it again"
             ) from error
         _ = self.metadata.state_dict_metadata  # raises now if the metadata could not be read
+        self.texts = reader.texts
         self.bytes_read = 0
         self._plans = ReadPlans()
 

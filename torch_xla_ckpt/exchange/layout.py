@@ -9,7 +9,17 @@ from dataclasses import dataclass
 import torch
 
 from torch_xla_ckpt.errors import CheckpointError
-from torch_xla_ckpt.formats import NAMES, header_of, index_of, shard_names, torch_file_of
+from torch_xla_ckpt.formats import (
+    HEADER_LIMIT,
+    INDEX_LIMIT,
+    NAMES,
+    entry_bytes,
+    header_of,
+    index_of,
+    shard_names,
+    texts_bytes,
+    torch_file_of,
+)
 
 _SHOWN = 20  # keys that an error names
 
@@ -122,12 +132,19 @@ def require_dtypes(tensors: Sequence[OutTensor], format: str) -> None:
     if bad:
         more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
         raise CheckpointError(
-            f"safetensors has no dtype for {', '.join(bad[:_SHOWN])}{more}. Nothing was written. Leave these keys out "
-            'with exclude=, or pass format="torch"'
+            f"an export to safetensors has no dtype for {', '.join(bad[:_SHOWN])}{more}. Nothing was written. Leave "
+            'these keys out with exclude=, or pass format="torch"'
         )
 
 
-def layout_of(tensors: Sequence[OutTensor], format: str, max_shard_bytes: int, file: str | None) -> Layout:
+def layout_of(
+    tensors: Sequence[OutTensor],
+    format: str,
+    max_shard_bytes: int,
+    file: str | None,
+    ties: Mapping[str, str],
+    texts: Mapping[str, str],
+) -> Layout:
     """Return the files of an export.
 
     Args:
@@ -135,27 +152,59 @@ def layout_of(tensors: Sequence[OutTensor], format: str, max_shard_bytes: int, f
         format: "safetensors" or "torch".
         max_shard_bytes: bytes of tensors from which a new file begins. A larger tensor has a file of its own.
         file: the name of the only file, if the path of the export is a file. None for a folder.
+        ties: names tied to a tensor, with that tensor's name. safetensors files do without them. A torch.save file has
+            all names, because ``load_state_dict`` asks for them, and the tensor's bytes once.
+        texts: texts to keep in the header of each safetensors file.
+
+    Raises:
+        CheckpointError: a header or the index would be larger than readers accept.
     """
     if format == "torch":
         assert file is not None
-        return Layout((_torch_file(file, tensors),))
-    groups = [list(tensors)] if file is not None else list(batches_of(tensors, max_shard_bytes))
+        return Layout((_torch_file(file, tensors, ties),))
+    most_head = HEADER_LIMIT - texts_bytes(texts)
+    groups = [list(tensors)] if file is not None else list(_groups(tensors, max_shard_bytes, most_head))
     names = [file] if file is not None else shard_names(len(groups))
-    files = tuple(_safetensors_file(name, group) for name, group in zip(names, groups))
+    files = tuple(_safetensors_file(name, group, texts) for name, group in zip(names, groups))
     if len(files) == 1:
         return Layout(files)
     weight_map = {tensor.name: out.name for out in files for tensor in out.tensors}
-    return Layout(files, index_of(weight_map, sum(tensor.nbytes for tensor in tensors)))
+    index = index_of(weight_map, sum(tensor.nbytes for tensor in tensors))
+    if len(index[1]) > INDEX_LIMIT:
+        raise CheckpointError(
+            f"{index[0]} would have {len(index[1]):,} bytes, and readers accept at most {INDEX_LIMIT:,}. Nothing was "
+            "written. Give the tensors shorter names with rename="
+        )
+    return Layout(files, index)
 
 
-def _safetensors_file(name: str, tensors: Sequence[OutTensor]) -> OutFile:
+def _groups(tensors: Sequence[OutTensor], max_shard_bytes: int, most_head: int) -> Iterator[list[OutTensor]]:
+    """Yield the tensors of each file of a folder: neither its tensors nor its header get too large."""
+    for batch in batches_of(tensors, max_shard_bytes):
+        first = head = 0
+        for at, tensor in enumerate(batch):
+            entry = entry_bytes(tensor.name, tensor.shape)
+            if at > first and head + entry > most_head:
+                yield batch[first:at]
+                first, head = at, 0
+            head += entry
+        yield batch[first:]
+
+
+def _safetensors_file(name: str, tensors: Sequence[OutTensor], texts: Mapping[str, str]) -> OutFile:
     # Large elements first: so each tensor begins at a multiple of its element's size, as readers need it.
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
-    head, offsets, size = header_of((tensor.name, tensor.dtype, tensor.shape) for tensor in ordered)
+    head, offsets, size = header_of(((tensor.name, tensor.dtype, tensor.shape) for tensor in ordered), texts)
+    if len(head) > HEADER_LIMIT:
+        raise CheckpointError(
+            f"the names and shapes of tensors in {name} would make a header of {len(head):,} bytes. safetensors allows "
+            f"{HEADER_LIMIT:,}. Nothing was written. Export to a folder, which is split into several files, or "
+            "give the tensors shorter names with rename="
+        )
     return OutFile(name, size, ((0, head),), tuple(ordered), offsets)
 
 
-def _torch_file(name: str, tensors: Sequence[OutTensor]) -> OutFile:
-    pieces, offsets, size = torch_file_of((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
+def _torch_file(name: str, tensors: Sequence[OutTensor], ties: Mapping[str, str]) -> OutFile:
+    pieces, offsets, size = torch_file_of(((one.name, one.dtype, one.shape) for one in tensors), ties)
     ordered = sorted(tensors, key=lambda tensor: offsets[tensor.name])
     return OutFile(name, size, tuple(pieces), tuple(ordered), offsets)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from torch_xla_ckpt.exchange.bits import raw_bytes
+from torch_xla_ckpt.exchange.casting import Casts
 from torch_xla_ckpt.exchange.layout import OutFile, OutTensor
 from torch_xla_ckpt.layout import Box
 from torch_xla_ckpt.protocols import Bytes, Elements
@@ -25,10 +26,12 @@ class LocalFiles:
     Args:
         folder: the folder of the files, which exist at their full size.
         files: the files.
+        casts: casts the elements, and counts those that overflow.
     """
 
-    def __init__(self, folder: Path, files: tuple[OutFile, ...]):
+    def __init__(self, folder: Path, files: tuple[OutFile, ...], casts: Casts):
         self._folder = folder
+        self._casts = casts
         self._place: Mapping[str, tuple[OutFile, OutTensor]] = {
             tensor.name: (file, tensor) for file in files for tensor in file.tensors
         }
@@ -58,7 +61,7 @@ class LocalFiles:
         try:
             for start, stop in runs_of(tensor.shape, box):
                 at, end = file.offsets[name] + start * size, done + stop - start
-                for part in _cast(flat[done:end], tensor) if is_cast else (raw[done * size : end * size],):
+                for part in self._cast(flat[done:end], tensor) if is_cast else (raw[done * size : end * size],):
                     opened.write(part, at)
                     at += len(part)
                 done = end
@@ -79,6 +82,12 @@ class LocalFiles:
         """Close the files."""
         while self._opened:
             os.close(self._opened.popitem()[1].descriptor)
+
+    def _cast(self, elements: Elements, tensor: OutTensor) -> Iterator[Bytes]:
+        """Yield elements in another dtype, in pieces: the memory budget has no room for a copy of a large tensor."""
+        for start in range(0, len(elements), _CAST):
+            piece = np.require(elements[start : start + _CAST], requirements="W")
+            yield raw_bytes(self._casts.cast(torch.from_numpy(piece).view(tensor.saved), tensor))
 
     def _open(self, name: str) -> _OpenFile:
         with self._lock:
@@ -138,10 +147,3 @@ def runs_of(shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
             end = (start, start + length)
     if end is not None:
         yield end
-
-
-def _cast(elements: Elements, tensor: OutTensor) -> Iterator[Bytes]:
-    """Yield elements in another dtype, in pieces: the memory budget has no room for a copy of a large tensor."""
-    for start in range(0, len(elements), _CAST):
-        piece = np.require(elements[start : start + _CAST], requirements="W")
-        yield raw_bytes(torch.from_numpy(piece).view(tensor.saved).to(tensor.dtype))

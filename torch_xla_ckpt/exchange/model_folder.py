@@ -17,16 +17,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from torch_xla_ckpt.errors import CheckpointError, ConcurrentSaveError
+from torch_xla_ckpt.errors import ConcurrentSaveError
 from torch_xla_ckpt.exchange import part_folder
 from torch_xla_ckpt.exchange.claim import StoreClaim
+from torch_xla_ckpt.exchange.free_path import require_free
 from torch_xla_ckpt.exchange.layout import Layout
-from torch_xla_ckpt.formats import is_weights
 from torch_xla_ckpt.protocols import Folder
-from torch_xla_ckpt.serialization import METADATA
 from torch_xla_ckpt.storage import Location, open_folder
 
-_SHOWN = 5  # names that an error lists
 # Errors of a rename or a link if the target has appeared meanwhile, or the part folder has gone.
 _MEANWHILE = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOENT, errno.ENOTDIR)
 
@@ -84,30 +82,6 @@ def remote_folder(location: Location, *, is_file: bool) -> Folder:
     return open_folder(location.parent if is_file else location)
 
 
-def _require_free(location: Location, layout: Layout, companions: Mapping[str, bytes], is_file: bool) -> None:
-    if is_file:
-        if open_folder(location.parent).is_file(location.name) or not open_folder(location).names():
-            return
-        raise CheckpointError(f"{location} is a folder, and the export writes one file. Nothing was written")
-    if not location.is_object_store and open_folder(location.parent).is_file(location.name):
-        raise CheckpointError(f"{location} is a file, and the export writes a folder. Nothing was written")
-    if location.is_local and os.path.islink(location.path) and not os.path.exists(location.path):
-        raise CheckpointError(
-            f"{location} is a link to {os.readlink(location.path)}, which does not exist. Nothing was written. Create "
-            "that folder, or remove the link"
-        )
-    new = {file.name for file in layout.files} | set(companions) | ({layout.last[0]} if layout.last else set())
-    there = sorted(
-        name for name in open_folder(location).names() if name in new or is_weights(name) or name == METADATA
-    )
-    if there:
-        more = f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
-        raise CheckpointError(
-            f"{location} already has {', '.join(there[:_SHOWN])}{more}. Nothing was written. An export never replaces "
-            "a model: pass another path, or remove the old files"
-        )
-
-
 class _LocalTarget(Target):
     """A model being written to a local disk; see ``target_of``."""
 
@@ -121,7 +95,8 @@ class _LocalTarget(Target):
         self._lock: int | None = None
 
     def require_free(self) -> None:
-        _require_free(self._location, self._layout, self._small, self._is_file)
+        names = {*self._small, *(file.name for file in self._layout.files)}
+        require_free(self._location, names, is_file=self._is_file)
 
     def begin(self) -> None:
         self._is_new = not os.path.lexists(self._path)
@@ -205,7 +180,7 @@ class _RemoteTarget(Target):
         self._has_begun = False
 
     def require_free(self) -> None:
-        _require_free(self._location, self._layout, self._companions, self._is_file)
+        require_free(self._location, self._names(), is_file=self._is_file)
 
     def begin(self) -> None:
         if self._is_file:  # one put, which needs no claim

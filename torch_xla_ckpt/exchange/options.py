@@ -22,6 +22,7 @@ class Options:
 
     Raises:
         ValueError: an option has a wrong value.
+        TypeError: an option has a wrong type.
     """
 
     location: Location
@@ -40,12 +41,34 @@ class Options:
     def __post_init__(self) -> None:
         if self.format not in _FORMATS:
             raise ValueError(f"format={self.format!r}: choose one of {', '.join(map(repr, _FORMATS))}")
+        for name in ("max_shard_bytes", "memory_budget"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}={value!r}: pass the number of bytes as an int, such as 5 << 30 for 5 GiB")
         if self.max_shard_bytes <= 0 or self.memory_budget <= 0:
             raise ValueError("max_shard_bytes and memory_budget must be positive")
         if self.dtype is not None and not (self.dtype.is_floating_point and self.dtype.itemsize > 1):
             raise ValueError(f"dtype={self.dtype}: tensors are cast to floating-point dtypes of 16 bits or more only")
-        if self.format == "torch" and self.config_from is not None:
-            raise ValueError('config_from= writes files beside the weights, and format="torch" writes one file')
+        if self.is_file and self.config_from is not None:
+            raise ValueError(
+                f"config_from= writes files beside the weights, and the export to {self.location} writes one file. "
+                "Nothing was written. Pass the path of a folder to make, or leave config_from= out"
+            )
+
+    @staticmethod
+    def dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
+        """Return a dtype that the caller gave by itself or by its name, such as "bfloat16".
+
+        Raises:
+            ValueError: torch has no dtype of this name.
+            TypeError: the value is neither a dtype nor a name.
+        """
+        found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+        if found is None and dtype is not None:
+            raise ValueError(f"dtype={dtype!r}: torch has no such dtype. Pass torch.bfloat16, for example")
+        if found is None or isinstance(found, torch.dtype):
+            return found
+        raise TypeError(f"dtype={dtype!r} is no dtype. Pass torch.bfloat16, for example")
 
     @property
     def is_file(self) -> bool:

@@ -48,7 +48,7 @@ class StateJob(Job):
 
         def begin(found: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Plan:
             named = [self.options.out(name, sources.get(name, name), *value) for name, value in found.items()]
-            return self.begin(named, left_out, selection.objects)
+            return self.begin(named, left_out, selection)
 
         def write(plan: Plan, items: SavePlan, planner: SavePlanner) -> None:
             plans.append(plan)
@@ -72,7 +72,7 @@ class StateJob(Job):
             out = self.streamed(shares[self.processes.rank])
             write_whole_files(out, shares, items.items, planner, self.processes, self.doing, budget)
             return sum(tensor.nbytes for tensor in out.tensors)
-        files = plan.open_parts()
+        files = self.open_parts(plan)
         try:
             write_boxes(files, items.items, planner, budget)
             files.close()

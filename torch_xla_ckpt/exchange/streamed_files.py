@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from torch_xla_ckpt.exchange.bits import raw_bytes
+from torch_xla_ckpt.exchange.casting import Casts
 from torch_xla_ckpt.exchange.layout import OutFile, OutTensor
 from torch_xla_ckpt.protocols import Folder, Sink
 
@@ -18,14 +19,16 @@ class StreamedFiles:
         folder: the folder of the files.
         files: the files.
         replaces: whether a file may replace an older one.
+        casts: casts the elements, and counts those that overflow.
 
     Attributes:
         tensors: the tensors of all files, in the order in which they must be written.
     """
 
-    def __init__(self, folder: Folder, files: Sequence[OutFile], *, replaces: bool):
+    def __init__(self, folder: Folder, files: Sequence[OutFile], *, replaces: bool, casts: Casts):
         self._folder = folder
         self._replaces = replaces
+        self._casts = casts
         self._files = list(files)
         self._sink: Sink | None = None
         self._pieces: list[tuple[int, bytes]] = []
@@ -45,7 +48,7 @@ class StreamedFiles:
             self._pieces, self._left = list(file.pieces), len(file.tensors)
         while tensor.nbytes and self._pieces and self._pieces[0][0] < file.offsets[tensor.name]:
             self._sink.write(self._pieces.pop(0)[1])
-        self._sink.write(raw_bytes(data.to(tensor.dtype)))
+        self._sink.write(raw_bytes(self._casts.cast(data, tensor)))
         self._left -= 1
         if not self._left:
             for _, piece in self._pieces:

@@ -43,6 +43,7 @@ class Contents:
         objects: the bytes of each value that is no tensor, as ``torch.save`` writes them. Default: none.
         paths: the path of each key in the saved state dict. Default: none, because the keys are flat.
         bytes_read: bytes that were read to find the places. Default: 0.
+        texts: what the files say about themselves, such as how a model was quantized. Default: none.
     """
 
     kind: str
@@ -52,6 +53,7 @@ class Contents:
     objects: Mapping[str, bytes] = field(default_factory=dict)
     paths: Mapping[str, Path] = field(default_factory=dict)
     bytes_read: int = 0
+    texts: Mapping[str, str] = field(default_factory=dict)
 
 
 def version_of(parts: Sequence[bytes]) -> bytes:

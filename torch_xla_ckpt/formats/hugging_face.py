@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
@@ -19,12 +20,14 @@ logger = logging.getLogger(__name__)
 WEIGHTS = "model.safetensors"
 """The file of a model that is written as one file."""
 
+INDEX_LIMIT = 100_000_000
+"""The most bytes that an index may have."""
+
 _SUFFIX = ".safetensors"
 _INDEX = ".safetensors.index.json"
 _TORCH = "pytorch_model.bin"
 _TORCH_INDEX = "pytorch_model.bin.index.json"
 _SHARD = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.safetensors")
-_MOST = 100_000_000  # bytes of an index
 _SHOWN = 5  # names that an error or a warning lists
 
 
@@ -93,7 +96,16 @@ def read_safetensors(folder: Folder, files: Sequence[str]) -> Contents:
     sizes = {name: folder.size(name) for name in files}
     headers = read_headers(folder, sizes)
     tensors: dict[str, TensorPlace] = {}
-    for header in headers.values():
+    texts: dict[str, str] = {}
+    for name, header in headers.items():
+        if others := [key for key, text in header.texts.items() if texts.setdefault(key, text) != text]:
+            logger.warning(
+                "%s: %s has other texts than the files before it under %s in __metadata__. Those of the first file are "
+                "kept",
+                folder.url,
+                name,
+                _listed(others),
+            )
         for key, place in header.tensors.items():
             if key in tensors:
                 raise CheckpointError(
@@ -103,7 +115,7 @@ def read_safetensors(folder: Folder, files: Sequence[str]) -> Contents:
             tensors[key] = place
     parts = [part for name in files for part in (name.encode(), str(sizes[name]).encode(), headers[name].raw)]
     read = sum(8 + len(header.raw) for header in headers.values())
-    return Contents("safetensors", sizes, tensors, version_of(parts), bytes_read=read)
+    return Contents("safetensors", sizes, tensors, version_of(parts), bytes_read=read, texts=texts)
 
 
 def _read_indexed(folder: Folder, index: str, present: Sequence[str]) -> Contents:
@@ -122,13 +134,7 @@ def _read_indexed(folder: Folder, index: str, present: Sequence[str]) -> Content
     extra = [key for key in found.tensors if key not in weight_map]
     if extra:
         logger.warning("%s in %s does not list %s, which are loaded too", index, folder.url, _listed(extra))
-    return Contents(
-        found.kind,
-        found.files,
-        found.tensors,
-        version_of([raw, found.version]),
-        bytes_read=found.bytes_read + len(raw),
-    )
+    return replace(found, version=version_of([raw, found.version]), bytes_read=found.bytes_read + len(raw))
 
 
 def _read_torch_files(folder: Folder) -> Contents:
@@ -160,8 +166,8 @@ def _read_torch_files(folder: Folder) -> Contents:
 def _weight_map(folder: Folder, index: str) -> tuple[bytes, dict[str, str]]:
     """Return an index's bytes, and the file of each tensor."""
     size = folder.size(index)
-    if size > _MOST:
-        raise malformed(index, 0, size, f"an index has at most {_MOST:,} bytes")
+    if size > INDEX_LIMIT:
+        raise malformed(index, 0, size, f"an index has at most {INDEX_LIMIT:,} bytes")
     raw = folder.read(index)
     try:
         weight_map: Any = json.loads(raw)["weight_map"]

@@ -21,9 +21,12 @@ from torch_xla_ckpt.protocols import Folder, Window
 METADATA = "__metadata__"
 """The key of a header under which programs keep texts. It names no tensor."""
 
+HEADER_LIMIT = 100_000_000
+"""The most bytes that a header may have, for the safetensors library and for this package."""
+
 _LENGTH = 8  # bytes of the header's length
-_MOST = 100_000_000  # bytes of a header; the limit of the safetensors library
 _ALIGNMENT = 8  # the tensors' bytes begin at a multiple of this, as the safetensors library writes them
+_ENTRY = 128  # bytes of an entry without name and shape, or of a header without texts, at most
 _FIRST = 64 << 10  # bytes that are read at first; most headers are shorter
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -45,10 +48,12 @@ class Header(NamedTuple):
 
     Args:
         tensors: the place of each tensor, by key.
+        texts: the texts under ``__metadata__``, without "format", which names the library that wrote the file.
         raw: the header's bytes.
     """
 
     tensors: Mapping[str, TensorPlace]
+    texts: Mapping[str, str]
     raw: bytes
 
 
@@ -61,7 +66,7 @@ def read_headers(folder: Folder, sizes: Mapping[str, int]) -> dict[str, Header]:
 
     Raises:
         CorruptCheckpointError: a header is not well formed, or does not fit its file.
-        CheckpointError: a tensor has a dtype that torch lacks.
+        CheckpointError: a tensor has a dtype that this package does not read.
     """
     names = list(sizes)
     starts = _view(folder, {name: (0, min(sizes[name], _FIRST)) for name in names})
@@ -73,20 +78,23 @@ def read_headers(folder: Folder, sizes: Mapping[str, int]) -> dict[str, Header]:
         raw = bytes(starts[name][_LENGTH : _LENGTH + lengths[name]])
         if len(raw) < lengths[name]:
             raise malformed(name, 0, sizes[name], "the file ends inside its header")
-        headers[name] = Header(_places(name, raw, sizes[name]), raw)
+        headers[name] = Header(*_parsed(name, raw, sizes[name]), raw)
     return headers
 
 
-def header_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> tuple[bytes, dict[str, int], int]:
+def header_of(
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], texts: Mapping[str, str]
+) -> tuple[bytes, dict[str, int], int]:
     """Return the first bytes of a new file, up to the first tensor.
 
     Args:
         tensors: name, dtype and shape of each tensor, in the order of their bytes in the file.
+        texts: texts to keep under ``__metadata__``.
 
     Returns:
         The bytes, the position of each tensor in the file, and the size of the whole file in bytes.
     """
-    entries: dict[str, Any] = {METADATA: {"format": "pt"}}
+    entries: dict[str, Any] = {METADATA: {**texts, "format": "pt"}}
     end = 0
     begins: dict[str, int] = {}
     for name, dtype, shape in tensors:
@@ -104,6 +112,16 @@ def header_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> tupl
     )
 
 
+def entry_bytes(name: str, shape: Sequence[int]) -> int:
+    """Return the most bytes that a tensor takes in a header."""
+    return len(json.dumps(name)) + len(json.dumps(list(shape))) + _ENTRY
+
+
+def texts_bytes(texts: Mapping[str, str]) -> int:
+    """Return the most bytes that a header takes without tensors."""
+    return len(json.dumps(texts)) + _ENTRY
+
+
 def _view(folder: Folder, parts: Mapping[str, tuple[int, int]]) -> dict[str, memoryview]:
     windows = [Window(name, start, stop, ((start, stop),)) for name, (start, stop) in parts.items()]
     return dict(zip(parts, folder.view(windows)))
@@ -113,15 +131,15 @@ def _header_length(name: str, start: memoryview, size: int) -> int:
     if len(start) < _LENGTH:
         raise malformed(name, 0, size, f"a safetensors file has at least {_LENGTH} bytes, and this one has {size}")
     length = int.from_bytes(start[:_LENGTH], "little")
-    if length > _MOST or length > size - _LENGTH:
+    if length > HEADER_LIMIT or length > size - _LENGTH:
         raise malformed(
             name, 0, _LENGTH, f"its first bytes claim a header of {length:,} bytes, and the file has {size:,} bytes"
         )
     return length
 
 
-def _places(name: str, raw: bytes, size: int) -> dict[str, TensorPlace]:
-    """Return the place of each tensor in a file of ``size`` bytes, given its header."""
+def _parsed(name: str, raw: bytes, size: int) -> tuple[dict[str, TensorPlace], dict[str, str]]:
+    """Return the place of each tensor in a file of ``size`` bytes, and its texts, given its header."""
     first = _LENGTH + len(raw)
 
     def bad(problem: str) -> CheckpointError:
@@ -133,7 +151,7 @@ def _places(name: str, raw: bytes, size: int) -> dict[str, TensorPlace]:
         raise bad(f"its header is no JSON ({type(error).__name__}: {str(error)[:200]})") from error
     if type(entries) is not dict:
         raise bad("its header is no JSON object")
-    entries.pop(METADATA, None)
+    texts = _texts(entries.pop(METADATA, None))
     places: dict[str, TensorPlace] = {}
     unknown: list[str] = []
     spans: list[tuple[int, int, str]] = []
@@ -160,10 +178,17 @@ def _places(name: str, raw: bytes, size: int) -> dict[str, TensorPlace]:
     _require_exact_cover(spans, size - first, bad)
     if unknown:
         raise CheckpointError(
-            f"{name} has tensors of dtypes that torch {torch.__version__} lacks: {', '.join(unknown[:10])}. Nothing "
-            "was loaded. Install a newer torch, or convert these tensors with the program that wrote the file"
+            f"{name} has tensors of dtypes that this package does not read: {', '.join(unknown[:10])}. Nothing "
+            "was loaded. Convert these tensors with the program that wrote the file"
         )
-    return places
+    return places, texts
+
+
+def _texts(found: Any) -> dict[str, str]:
+    pairs = found.items() if type(found) is dict else ()
+    return {
+        key: text for key, text in pairs if key != "format" and type(text) is str and is_text(key) and is_text(text)
+    }
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

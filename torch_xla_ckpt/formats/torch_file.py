@@ -171,12 +171,13 @@ def _copied(tensor: torch.Tensor, name: str) -> TensorPlace:
 
 
 def torch_file_of(
-    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]],
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], ties: Mapping[str, str]
 ) -> tuple[list[tuple[int, bytes]], dict[str, int], int]:
     """Lay out a new ``torch.save`` file that holds a dict of tensors.
 
     Args:
         tensors: name, dtype and shape of each tensor.
+        ties: further names of these tensors, each with the tensor's name. They share its bytes.
 
     Returns:
         Positions and bytes of everything but the elements, the position of each tensor in the file, and the size of
@@ -186,7 +187,7 @@ def torch_file_of(
     with FakeTensorMode():
         value = {name: torch.empty(tuple(shape), dtype=dtype) for name, dtype, shape in tensors}
     with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(value, cast(IO[bytes], file))
+        torch.save({**value, **{name: value[kept] for name, kept in ties.items()}}, cast(IO[bytes], file))
     gaps = iter(file.gaps())
     offsets = {}
     for name, tensor in value.items():

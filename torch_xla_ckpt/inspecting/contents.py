@@ -34,7 +34,7 @@ class Contents:
         step: the training step; None if it was not recorded.
         time: time of the commit, ISO 8601 in UTC; "" if it was not recorded.
         software: versions of the software that wrote the checkpoint, by name.
-        user_metadata: the JSON value that was given to the save.
+        user_metadata: the JSON value that was given to the save; the texts under ``__metadata__`` of safetensors files.
         saved_by: the process that committed the checkpoint; "" if it was not recorded.
     """
 

@@ -27,7 +27,16 @@ from torch_xla_ckpt.planner import CopyPlanner, paths_of
 from torch_xla_ckpt.protocols import TensorAccess
 from torch_xla_ckpt.reports import format_bytes
 from torch_xla_ckpt.serialization import METADATA, Encoded
-from torch_xla_ckpt.storage import Listing, Location, PathLike, ShardWriter, is_file, open_folder, verify
+from torch_xla_ckpt.storage import (
+    Listing,
+    Location,
+    PathLike,
+    ShardWriter,
+    is_file,
+    open_folder,
+    require_undamaged,
+    verify,
+)
 
 _TORCH_XLAS_FILE = ".manager_metadata"  # the file beside DCP's in steps of torch_xla's manager: step and time
 
@@ -119,6 +128,8 @@ def convert(
         is_dry=dry_run,
     )
     if not dry_run:
+        if checkpoint.listing().kind != "torch_xla_ckpt":
+            require_undamaged(checkpoint.location)
         _write(checkpoint, values, access, location, lightnings)
     return result
 

@@ -66,8 +66,8 @@ def prune(
 ) -> Pruning:
     """Return which steps of a run a retention policy would delete, and delete them if asked to.
 
-    Deletes as a ``CheckpointManager`` does: only steps that a manager wrote and that are older than a step that was
-    read back, the commit first, with a line in the journal for each.
+    Deletes as a ``CheckpointManager`` does: only steps that a manager wrote and that are older than the newest step,
+    the commit first, with a line in the journal for each. Before that, all of the newest step is read and checked.
 
     Args:
         path: the run's folder.
@@ -76,6 +76,7 @@ def prune(
         storage_options: options of the fsspec filesystem behind a URL. Default: none.
 
     Raises:
+        CorruptCheckpointError: the newest step is damaged. Nothing is deleted.
         CheckpointError: there is no run, or the storage does not answer.
     """
     run = open_run(path, storage_options)

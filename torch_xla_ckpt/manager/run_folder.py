@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError
 from torch_xla_ckpt.manager.catalog import Catalog
 from torch_xla_ckpt.manager.history import Record
 from torch_xla_ckpt.manager.journal import NAME, Journal
@@ -16,7 +16,7 @@ from torch_xla_ckpt.manager.step_folder import Kind
 from torch_xla_ckpt.manager.steps import Steps
 from torch_xla_ckpt.manager.uncommitted import UncommittedStep, uncommitted_steps
 from torch_xla_ckpt.manager.verdicts import Verdict, Verdicts
-from torch_xla_ckpt.storage import Location
+from torch_xla_ckpt.storage import Location, verify
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,24 @@ class RunFolder:
     def prune(self, keep: KeepLike, publish: Callable[[frozenset[int]], object] = bool) -> None:
         """Delete the steps that a retention policy does not want, as a manager would, and note it in the journal.
 
+        Reads all of the newest step first. A manager does not, because its own program has just written that step.
+
         Args:
             keep: the policy.
             publish: see ``Retention``.
+
+        Raises:
+            CorruptCheckpointError: the newest step is damaged. No step is deleted.
         """
+        newest = self._steps.latest()
+        if newest is not None and not all(one.kept for one in self.verdicts(keep)):
+            report = verify(self._steps.at(newest))
+            if not report:
+                raise CorruptCheckpointError(
+                    f"no step of {self.location} was deleted, because the newest step, {newest}, is damaged:\n"
+                    f"{report}\nMove that step to another folder, and prune again",
+                    report.damages,
+                )
         retention = Retention(self._steps, policy(keep), self._journal, set, publish)
         try:
             retention.delete_superfluous()

@@ -81,7 +81,7 @@ class Verdicts:
         A kept step is looked at only if the verdicts would differ without it.
 
         Args:
-            newest: a committed step that was read back. Only older steps are deleted.
+            newest: a committed step that is whole, as far as its manifest and files show. Only older steps are deleted.
         """
         steps = self._steps.restorable()
         flaws: dict[int, str | None] = dict.fromkeys([*steps, *self._steps.damaged])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,13 +22,17 @@ class ExportReport:
         format: "safetensors" or "torch".
         files: size in bytes of each file of weights, by name.
         tensors: the key in the source of each tensor that was written, by its name in the files.
-        tied: names that were left out because they are tied to another tensor, with that tensor's name.
+        tied: names that are tied to another tensor, with that tensor's name. safetensors files leave these names out. A
+            torch.save file has them, and they share the bytes of that tensor.
         cast: names whose dtype was converted, with the old and the new dtype.
         objects: keys in the source that hold no tensor. They were left out.
         copied: other files that were written, such as "config.json".
         bytes_read: bytes that this process read from the source's files; 0 for live tensors.
         bytes_written: bytes of tensors that this process wrote.
         seconds: seconds of the whole export.
+        unselected: keys in the source of tensors that were not written, because they lie outside of ``key``, or because
+            ``only`` or ``exclude`` left them out.
+        overflowed: number of finite values that the cast made infinite, by the tensor's name. Default: none.
         is_dry: whether nothing was written, and the report says what would be. Default: False.
     """
 
@@ -43,6 +48,8 @@ class ExportReport:
     bytes_written: int
     seconds: float
     is_dry: bool = False
+    unselected: tuple[str, ...] = field(default=(), repr=False)
+    overflowed: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def renamed(self) -> dict[str, str]:
@@ -61,8 +68,17 @@ class ExportReport:
         ]
         tied = [f"{name} (is {kept})" for name, kept in self.tied.items()]
         cast = [f"{name} ({a} -> {b})".replace("torch.", "") for name, (a, b) in self.cast.items()]
-        for what, keys in (("tied", tied), ("cast", cast), ("left out", list(self.objects))):
+        lost = [f"{name} ({number:,} values are infinite now)" for name, number in self.overflowed.items()]
+        kinds = {"tied": tied, "cast": cast, "overflowed": lost, "left out": list(self.objects)}
+        for what, keys in kinds.items():
             if keys:
-                more = ["..."] if len(keys) > _SHOWN else []
-                lines.append(f"  {what:<9} {len(keys):>6}  {', '.join([*keys[:_SHOWN], *more])}")
+                lines.append(f"  {what:<12} {len(keys):>6}  {_first(keys)}")
+        if self.unselected:
+            tops = Counter(key.partition(".")[0] for key in self.unselected)
+            rest = [f"{top} ({number:,})" for top, number in tops.items()]
+            lines.append(f"  {'not selected':<12} {len(self.unselected):>6}  {_first(rest)}")
         return "\n".join(lines)
+
+
+def _first(keys: Sequence[str]) -> str:
+    return ", ".join([*keys[:_SHOWN], *(["..."] if len(keys) > _SHOWN else [])])

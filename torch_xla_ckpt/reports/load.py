@@ -55,6 +55,8 @@ class LoadReport:
         put_seconds: seconds of moving tensors to their devices, while other threads keep reading.
         outcomes: the outcome of every key of the target, and of every key of the checkpoint.
         restarts: how often the load began again because another save replaced the checkpoint; default 0.
+        bytes_received: bytes that other ranks read and passed on to this one (``cooperative``); None if the storage
+            reader does not count them.
         requests: requests to the store, after the last restart; None if the storage reader does not count them.
     """
 
@@ -66,6 +68,7 @@ class LoadReport:
     outcomes: Mapping[str, Outcome] = field(default_factory=dict, repr=False)
     restarts: int = 0
     requests: RequestCounts | None = None
+    bytes_received: int | None = None
 
     @property
     def loaded(self) -> tuple[str, ...]:
@@ -152,7 +155,8 @@ class LoadReport:
         phases = f"plan {self.plan_seconds:.2f} s, read {self.read_seconds:.2f} s, put {self.put_seconds:.2f} s"
         if self.bytes_needed is None or self.bytes_read is None or self.bytes_per_second is None:
             return f"loaded in {self.seconds:.2f} s ({phases})"
+        received = f", got {format_bytes(self.bytes_received)} from other ranks" if self.bytes_received else ""
         return (
             f"loaded {format_bytes(self.bytes_needed)} in {self.seconds:.2f} s, "
-            f"{format_bytes(self.bytes_per_second)}/s ({phases}); read {format_bytes(self.bytes_read)}"
+            f"{format_bytes(self.bytes_per_second)}/s ({phases}); read {format_bytes(self.bytes_read)}{received}"
         )

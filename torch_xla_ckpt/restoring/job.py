@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_xla_ckpt import api
+from torch_xla_ckpt.coordination import Processes
 from torch_xla_ckpt.errors import (
     CheckpointError,
     IncompleteCheckpointError,
@@ -67,12 +68,14 @@ class Job:
                 by then hold new values; all else is as it was.
         """
         doing = f"restoring from {reader.location}"
-        together = partial(api.agreed, options["process_group"], options["no_dist"], doing)
-        with together():
-            metadata = reader.read_metadata()
-            models, optimizers = self._keyed(TopLevelKeys(metadata), metadata)
-        with reader.pinned():
-            return self._restored(metadata, models, optimizers, options, together)
+        processes = Processes(options["process_group"], options["no_dist"])
+        together = partial(processes.agreed, doing)
+        with api.reading_together(reader, processes, options["cooperative"], doing):
+            with together():
+                metadata = reader.read_metadata()
+                models, optimizers = self._keyed(TopLevelKeys(metadata), metadata)
+            with reader.pinned():
+                return self._restored(metadata, models, optimizers, options, together)
 
     def _keyed(
         self, keys: TopLevelKeys, metadata: Metadata

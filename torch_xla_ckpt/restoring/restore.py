@@ -47,6 +47,7 @@ def restore(
     allow_types: Sequence[AllowedType] = (),
     trust_pickle: bool = False,
     verify: bool = True,
+    cooperative: bool | None = None,
     progress: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     storage_reader: ShardReader | None = None,
@@ -94,6 +95,7 @@ def restore(
             on the meta device, its module initializes it: ``_init_weights`` as in transformers, or
             ``reset_parameters``. Its optimizer state is not loaded either. The report names the keys.
         verify, progress, storage_options: see ``ShardReader``.
+        cooperative: see ``load``.
         storage_reader: a reader to use; it has options of its own instead of the three above.
         process_group, no_dist: see ``load``.
         named: more to load, by top-level key, like ``state``: ``net=net, optim=optim, scheduler=scheduler``.
@@ -135,6 +137,7 @@ def restore(
     options: dict[str, Any] = {
         "allow_types": allow_types,
         "trust_pickle": trust_pickle,
+        "cooperative": cooperative,
         "storage_reader": reader,
         "process_group": process_group,
         "no_dist": no_dist,

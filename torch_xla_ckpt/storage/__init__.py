@@ -5,6 +5,7 @@ This room knows nothing of meshes and devices, and works without torch_xla. Noth
 """
 
 from torch_xla_ckpt.storage import path_lock
+from torch_xla_ckpt.storage.absent import steps_of_run
 from torch_xla_ckpt.storage.checkpoint_index import read_index, written_by
 from torch_xla_ckpt.storage.chunk_bytes import as_bits
 from torch_xla_ckpt.storage.file_errors import FileChanged
@@ -23,7 +24,7 @@ from torch_xla_ckpt.storage.progress import OnProgress
 from torch_xla_ckpt.storage.read_plan import planned_bytes
 from torch_xla_ckpt.storage.reader import ReadStats, ShardReader
 from torch_xla_ckpt.storage.stored import Stored, checksum
-from torch_xla_ckpt.storage.verify import verify
+from torch_xla_ckpt.storage.verify import require_undamaged, verify
 from torch_xla_ckpt.storage.verify_report import VerifyReport
 from torch_xla_ckpt.storage.writer import ShardWriter
 
@@ -62,6 +63,8 @@ __all__ = [
     "read_foreign",
     "read_index",
     "read_listing",
+    "require_undamaged",
+    "steps_of_run",
     "verify",
     "written_by",
     "written_sizes",

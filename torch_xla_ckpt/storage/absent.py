@@ -22,9 +22,7 @@ def no_checkpoint(folder: Folder, lacking: str = f"no {METADATA}") -> Checkpoint
         folder: the folder.
         lacking: what the folder has instead of a checkpoint, such as "no .metadata".
     """
-    steps: list[int] = []
-    with suppress(OSError, CheckpointError):  # the folder may not be listed; it holds no checkpoint all the same
-        steps = _steps(folder)
+    steps = steps_of_run(folder)
     if not steps:
         return CheckpointError(
             f"there is no checkpoint in {folder.url}: it has {lacking}. Check the path. An interrupted save leaves no "
@@ -40,8 +38,17 @@ def no_checkpoint(folder: Folder, lacking: str = f"no {METADATA}") -> Checkpoint
     )
 
 
+def steps_of_run(folder: Folder) -> list[int]:
+    """Return the steps of a run that hold a checkpoint, ascending; of a long run only the oldest and the newest ones.
+
+    A folder that is no run, or that cannot be listed, has none.
+    """
+    with suppress(OSError, CheckpointError):
+        return _steps(folder)
+    return []
+
+
 def _steps(folder: Folder) -> list[int]:
-    """Return the steps of a run with a checkpoint, ascending; of a long run only the oldest and the newest ones."""
     numbers = sorted(int(name) for name in folder.folders() if _STEP.fullmatch(name))
     if len(numbers) > _OLDEST + _NEWEST:
         numbers = [*numbers[:_OLDEST], *numbers[-_NEWEST:]]

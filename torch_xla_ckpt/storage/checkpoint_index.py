@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -42,11 +43,13 @@ class CheckpointIndex:
             ``storage_data`` is what the pickle holds.
         manifest: the manifest; None for checkpoints of other writers.
         version: a checksum of the bytes of ``.metadata``.
+        texts: the texts under ``__metadata__`` of safetensors files. Default: none.
     """
 
     metadata: Metadata
     manifest: Manifest | None
     version: bytes
+    texts: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_index(folder: Folder, rank: int | None = None, *, verify: bool = True) -> CheckpointIndex:

@@ -116,4 +116,4 @@ def _opened(folder: Folder, found: Contents) -> Foreign:
         stored[MetadataIndex(key)] = Stored(first_file, 0, len(data), inline=data)
     kind = Metadata if found.paths else _dcp.FlatMetadata
     metadata = kind(state_dict_metadata=entries, planner_data=dict(found.paths) or None, storage_data=stored)
-    return Foreign(folder, CheckpointIndex(metadata, None, found.version), found)
+    return Foreign(folder, CheckpointIndex(metadata, None, found.version, found.texts), found)

@@ -56,7 +56,8 @@ class Listing:
         keys: all keys, in saved order.
         files: size in bytes of each data file, by name. 0 if the checkpoint does not record it.
         kind: the format: "torch_xla_ckpt", "dcp" for checkpoints without a manifest, "safetensors" or "torch.save".
-        save_id, time, step, user_metadata, software, writer: see ``Manifest``. Empty without a manifest.
+        save_id, time, step, user_metadata, software, writer: see ``Manifest``. Empty without a manifest, but
+            ``user_metadata`` has the texts of safetensors files.
     """
 
     keys: tuple[ListedKey, ...]
@@ -144,7 +145,8 @@ def listing_of(index: CheckpointIndex, kind: str = "dcp") -> Listing:
             keys.append(ListedKey(key, None, None, lengths.get(key, 0), 1, None))
     if manifest is None:
         files = Counter({item.relative_path: 0 for item in stored.values()})
-        return Listing(_in_order(keys, metadata.planner_data), files, kind)
+        texts = dict(index.texts) or None
+        return Listing(_in_order(keys, metadata.planner_data), files, kind, user_metadata=texts)
     return Listing(
         keys=_in_order(keys, metadata.planner_data),
         files=manifest.files,

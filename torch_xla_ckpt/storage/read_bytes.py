@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, Damage, UnsafeObjectError
 from torch_xla_ckpt.protocols import Folder, Window
-from torch_xla_ckpt.serialization import Refused, restricted
+from torch_xla_ckpt.serialization import Archive, ArchiveError, Refused, restricted
 from torch_xla_ckpt.storage.chunk_bytes import ChunkBytes
 from torch_xla_ckpt.storage.file_errors import NOT_A_FILE, TRANSIT, NotAFile
 from torch_xla_ckpt.storage.ranges import MAX_GAP, Range, blocks_of
@@ -61,7 +61,7 @@ class JobReader:
         gap = self._gap(items)
         ranges = [item.ranges(self._verify, gap) for item in items]
         windows, numbers = windows_of(items, ranges, gap)
-        views = self._views(windows, items, job)
+        views = self._first_views(job, items, ranges, windows, numbers)
         reread: set[int] = set()  # numbers of windows that were read a second time
         results: list[ReadResult] = []
         for item, wanted, number in zip(items, ranges, numbers):
@@ -71,17 +71,65 @@ class JobReader:
             if not wanted:
                 results += self._without_bytes(item)
                 continue
-            damage = self._damage(item, wanted, windows[number], views[number])
-            if damage is not None and self._folder.remote and number not in reread:
-                reread.add(number)
-                (views[number],) = self._views([windows[number]], items, job)
-                first, damage = damage, self._damage(item, wanted, windows[number], views[number])
-                if damage is None:
-                    logger.warning(TRANSIT, self._folder.url, first)
-            if damage is not None:
-                raise corrupt(damage)
+            self._require_intact(item, wanted, number, windows, views, items, job, reread)
             results += self._filled(item, windows[number].start, views[number])
         return results
+
+    def abort(self) -> None:
+        """Let calls of ``read`` in other threads end soon, because the load has failed."""
+
+    def _first_views(
+        self,
+        job: ReadJob,
+        items: Sequence[ItemRead],
+        ranges: Sequence[Sequence[Range]],
+        windows: Sequence[Window],
+        numbers: Sequence[int],
+    ) -> list[memoryview]:
+        """Return the bytes of each window.
+
+        Args:
+            job: the job.
+            items: its items.
+            ranges: for each item, the byte ranges to read.
+            windows: the windows.
+            numbers: for each item, the number of its window; -1 if the item needs no bytes.
+        """
+        return self._views(windows, items, job)
+
+    def _require_intact(
+        self,
+        item: ItemRead,
+        wanted: Sequence[Range],
+        number: int,
+        windows: Sequence[Window],
+        views: list[memoryview],
+        items: Sequence[ItemRead],
+        job: ReadJob,
+        reread: set[int],
+    ) -> None:
+        """Compare bytes of an item with their checksums. Read a window of a store a second time if they differ.
+
+        Args:
+            item: the item.
+            wanted: the byte ranges to check.
+            number: the number of the item's window.
+            windows, views: the windows and their bytes. Bytes that are read again are put into ``views``.
+            items, job: the job, and its items.
+            reread: the windows that were read a second time. This window may be added.
+
+        Raises:
+            CorruptCheckpointError: the bytes are not what was written.
+        """
+        damage = self._damage(item, wanted, windows[number], views[number])
+        if damage is not None and self._folder.remote and number not in reread:
+            reread.add(number)
+            (views[number],) = self._views([windows[number]], items, job)
+            first, damage = damage, self._damage(item, wanted, windows[number], views[number])
+            if damage is None:
+                logger.warning(TRANSIT, self._folder.url, first)
+        if damage is not None:
+            raise corrupt(damage)
 
     def _views(self, windows: Sequence[Window], items: Sequence[ItemRead], job: ReadJob) -> list[memoryview]:
         try:
@@ -130,9 +178,12 @@ class JobReader:
             chunk = ChunkBytes(item, view, stored.offset + stored.data - start)
             return _to_commit([self._target.fill(request, chunk) for request in item.requests])
         data = view[stored.offset - start :][: stored.length]
+        stream = _stream(item, data)
+        if self._verify and stored.checksums is None:
+            _require_crc(item, stream)
         if item.saved is None:
             return [ReadResult(request, _stream(item, data)) for request in item.requests]
-        tensor = _unpickled(item, _stream(item, data))
+        tensor = _unpickled(item, stream)
         return _to_commit(self._target.fill_from(request, _region(tensor, request)) for request in item.requests)
 
 
@@ -176,6 +227,20 @@ def _stream(item: ItemRead, data: memoryview) -> io.BytesIO:
             f"cannot read {item.key!r}: it was written through the DCP extensions {', '.join(extensions)} "
             f"({type(error).__name__}: {error}). Read it with DCP's FileSystemReader and its _extension_registry"
         ) from error
+
+
+def _require_crc(item: ItemRead, stream: io.BytesIO) -> None:
+    """Compare the records of an archive with their CRC-32. An item that is no archive has none.
+
+    Raises:
+        CorruptCheckpointError: a record differs.
+    """
+    try:
+        misfits, _ = Archive(stream.getbuffer()).check()
+    except ArchiveError:
+        return
+    if misfits:
+        raise _wrong_item(item, f"the record {misfits[0]} does not match its CRC-32")
 
 
 def _unpickled(item: ItemRead, stream: io.BytesIO) -> torch.Tensor:

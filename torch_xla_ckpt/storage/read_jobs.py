@@ -42,6 +42,7 @@ class JobRunner:
         self._memory_budget = memory_budget
         self._progress = progress
         self.bytes_read = 0
+        self.bytes_received = 0
 
     def run(self, jobs: Iterator[ReadJob]) -> None:
         """Read all jobs in threads, and commit their results in this thread."""
@@ -58,7 +59,7 @@ class JobRunner:
         with ThreadPoolExecutor(self._threads, "ShardReader") as pool:
             try:
                 for job in jobs:
-                    if job.is_tiny and not self._folder.remote:
+                    if job.is_tiny and job.round is None and not self._folder.remote:
                         self._commit(job, self._reader.read(job))
                         continue
                     needed = job.buffer_bytes + job.working_bytes
@@ -71,6 +72,7 @@ class JobRunner:
             except BaseException:
                 for future in running:
                     future.cancel()
+                self._reader.abort()
                 raise
 
     def _commit(self, job: ReadJob, results: Sequence[ReadResult]) -> int:
@@ -78,6 +80,7 @@ class JobRunner:
         for result in results:
             self._target.commit(result)
         self.bytes_read += job.bytes_read
+        self.bytes_received += job.bytes_received
         freed = 0
         complete: list[ItemRead] = []
         for key_reads, item in job.items:

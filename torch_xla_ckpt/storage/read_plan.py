@@ -122,12 +122,16 @@ class ReadJob:
         buffer_bytes: host memory in bytes for the buffers of the tensors whose first item is in this job.
         working_bytes: host memory in bytes that is in use only while the job runs.
         bytes_read: bytes read from files so far.
+        bytes_received: bytes that other ranks read and passed on.
+        round: the round in which all ranks handle these items, if they read together; else None.
     """
 
     items: list[tuple[KeyReads, ItemRead]] = field(default_factory=list)
     buffer_bytes: int = 0
     working_bytes: int = 0
     bytes_read: int = 0
+    bytes_received: int = 0
+    round: int | None = None
 
     @property
     def is_tiny(self) -> bool:

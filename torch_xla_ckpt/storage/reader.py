@@ -8,6 +8,7 @@ their devices while more bytes arrive.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +21,9 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
+from torch_xla_ckpt.cooperation import Cooperation, Exchange, Needs, Share
 from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, ReplacedCheckpointError
-from torch_xla_ckpt.protocols import ElementSink
+from torch_xla_ckpt.protocols import ElementSink, Folder
 from torch_xla_ckpt.reports import RequestCounts
 from torch_xla_ckpt.runtime import without_collector
 from torch_xla_ckpt.storage.absent import no_checkpoint
@@ -37,6 +39,8 @@ from torch_xla_ckpt.storage.read_bytes import JobReader
 from torch_xla_ckpt.storage.read_jobs import JobRunner
 from torch_xla_ckpt.storage.read_plan import JOB_BYTES, jobs_of, reads_by_key
 from torch_xla_ckpt.storage.read_target import ElementTarget, PlannerTarget, ReadTarget
+from torch_xla_ckpt.storage.shared_index import FoundIndex, read_together
+from torch_xla_ckpt.storage.shared_reads import Position, SharedJobReader, SharedPlan, needs_of, shared_jobs
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +53,13 @@ class ReadStats:
         bytes_read: bytes read from data files. A byte that was read twice counts twice. Whole blocks, when checksums
             are verified.
         bytes_needed: bytes of the tensors and objects that the planner requested.
+        bytes_received: bytes that other ranks read and passed on to this one.
         requests: requests to the store, those for metadata included; none for local files.
     """
 
     bytes_read: int = 0
     bytes_needed: int = 0
+    bytes_received: int = 0
     requests: RequestCounts = field(default_factory=RequestCounts)
 
 
@@ -62,6 +68,7 @@ class _FoundCheckpoint(NamedTuple):
 
     version: bytes | None
     path: str
+    needs: Needs | None
 
 
 class ShardReader(StorageReader):
@@ -69,8 +76,9 @@ class ShardReader(StorageReader):
 
     Any planner can use a ``ShardReader``. Local files are memory-mapped; remote files are read with concurrent ranged
     requests. Of each saved chunk, only the blocks with needed bytes are read, each once. Checkpoints of other writers
-    have no manifest and so no checksums; their items are read whole. Of safetensors and ``torch.save`` files, which
-    have no checksums either, exactly the needed bytes are read; of remote ones, gaps up to 64 KiB between them too.
+    have no manifest; their items are read whole and compared with the CRC-32 of torch's archives. Of safetensors and
+    ``torch.save`` files, which have no checksums either, exactly the needed bytes are read; of remote ones, gaps up to
+    64 KiB between them too.
 
     Args:
         path: the checkpoint's folder, or a file: a local path or any fsspec URL.
@@ -91,6 +99,7 @@ class ShardReader(StorageReader):
         manifest: the checkpoint's ``Manifest``, once its metadata has been read; None if another writer wrote the
             checkpoint.
         version: a checksum of ``.metadata`` as it was read; of the headers, for other formats.
+        texts: the texts under ``__metadata__`` of safetensors files, once their headers have been read.
 
     Raises (inside DCP's ``CheckpointException``; ``torch_xla_ckpt.load`` unwraps it):
         CorruptCheckpointError: bytes are not what was written. Key, file and byte range are named.
@@ -118,6 +127,7 @@ class ShardReader(StorageReader):
         self._storage_options = storage_options
         self._request_timeout = request_timeout
         self._progress = progress
+        self._cooperation: Cooperation | None = None
         self.reset(path)
 
     def reset(self, checkpoint_id: PathLike | Location | None = None) -> None:
@@ -135,7 +145,9 @@ class ShardReader(StorageReader):
         self.stats = ReadStats()
         self.manifest: Manifest | None = None
         self.version: bytes | None = None
+        self.texts: Mapping[str, str] = {}
         self._rank: int | None = None
+        self._positions: list[Position] = []
         self._pinned = False
 
     @without_collector
@@ -157,6 +169,7 @@ class ShardReader(StorageReader):
         if self._pinned and found.version != self.version:
             return _UnreadableMetadata(self._replaced())
         self.version = found.version
+        self.texts = found.texts
         self._rank = kwargs.get("rank")
         return found.metadata
 
@@ -173,24 +186,71 @@ class ShardReader(StorageReader):
         finally:
             self._pinned = False
 
+    @contextmanager
+    def together(self, cooperation: Cooperation | None) -> Iterator[None]:
+        """Within the block, read each byte once on all ranks together. All ranks must enter and leave the block.
+
+        Args:
+            cooperation: the agreement of the ranks; None changes nothing. A reader that reads together already goes on
+                with its first agreement.
+        """
+        if cooperation is None or self._cooperation is not None:
+            yield
+            return
+        self._cooperation = cooperation
+        try:
+            yield
+        finally:
+            self._cooperation = None
+            cooperation.end()
+
+    def disconnect(self) -> None:
+        """Close the connections to the other ranks after a load that failed. All ranks must call this."""
+        if self._cooperation is not None:
+            self._cooperation.end()
+
+    @property
+    def is_together(self) -> bool:
+        """Whether a ``together`` block with an agreement is running."""
+        return self._cooperation is not None
+
     @property
     def is_pinned(self) -> bool:
         """Whether a ``pinned`` block is running."""
         return self._pinned
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the checkpoint that was read last is a safetensors or ``torch.save`` file or folder."""
+        return self._is_foreign
+
     def _read_index(self, rank: int | None) -> CheckpointIndex:
-        self._folder, self._is_foreign = self._root, False
+        find = functools.partial(self._find_index, rank)
+        if self._cooperation is None or rank is not None:
+            found = find(self._root)
+        else:
+            found = read_together(self._cooperation, self._root, find)
+        self._is_foreign = found.is_foreign
+        self._folder = open_folder(self.location.parent) if found.in_parent else self._root
+        return found.index
+
+    def _find_index(self, rank: int | None, folder: Folder) -> FoundIndex:
+        """Find the checkpoint at the path.
+
+        Args:
+            rank: the rank whose own metadata is read. None: the metadata of all ranks.
+            folder: the folder at the path.
+        """
         try:
-            return read_index(self._folder, rank, verify=self._verify)
+            return FoundIndex(read_index(folder, rank, verify=self._verify))
         except (FileNotFoundError, NotADirectoryError):
             foreign = read_foreign(self.location, self._root)
             if foreign is not None:
-                self._folder, self._is_foreign = foreign.folder, True
-                return foreign.index
-            ranks_own = metadata_name(0) in self._folder.names()
+                return FoundIndex(foreign.index, in_parent=foreign.folder is not self._root, is_foreign=True)
+            ranks_own = metadata_name(0) in folder.names()
             if rank is None and ranks_own:
                 raise
-            raise no_checkpoint(self._folder, "no metadata of this rank" if ranks_own else LACKING) from None
+            raise no_checkpoint(self._root, "no metadata of this rank" if ranks_own else LACKING) from None
 
     def _current_version(self) -> bytes | None:
         """Return the checksum by which the checkpoint that is there now is known; None if there is none."""
@@ -213,21 +273,31 @@ class ShardReader(StorageReader):
         self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return replace(plan, storage_data=_FoundCheckpoint(self.version, self.location.identity))
+        needs: Needs | None = None
+        if self._cooperation is not None and self._rank is None:
+            reads = reads_by_key(plan.items, self._metadata)
+            needs, self._positions = needs_of(reads, self._metadata, self._verify, self._memory_budget)
+        return replace(plan, storage_data=_FoundCheckpoint(self.version, self.location.identity, needs))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        other_paths = path_mismatch("loads", "from", [plan.storage_data.path for plan in plans])
-        if len({plan.storage_data.version for plan in plans}) > 1 and self._rank is None:
+        found: list[_FoundCheckpoint] = [plan.storage_data for plan in plans]
+        other_paths = path_mismatch("loads", "from", [one.path for one in found])
+        if len({one.version for one in found}) > 1 and self._rank is None:
             raise ReplacedCheckpointError(
                 f"the checkpoint in {self.location} was replaced while it was read: the processes have found different "
                 f"ones. Load again{other_paths and f'. But {other_paths}'}"
             )
         if other_paths:
             logger.warning("%s", other_paths)
-        return plans
+        needs = [one.needs for one in found if one.needs is not None]
+        shares = self._cooperation.assign(needs) if self._cooperation and len(needs) == len(plans) else None
+        if shares is None:
+            return [replace(plan, storage_data=None) for plan in plans]
+        return [replace(plan, storage_data=share) for plan, share in zip(plans, shares)]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        self._read(plan.items, PlannerTarget(planner))
+        share = plan.storage_data if isinstance(plan.storage_data, Share) else None
+        self._read(plan.items, PlannerTarget(planner), share)
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
         return done
@@ -259,23 +329,42 @@ class ShardReader(StorageReader):
             "there may be whole: load again"
         )
 
-    def _read(self, items: Sequence[ReadItem], target: ReadTarget) -> None:
+    def _read(self, items: Sequence[ReadItem], target: ReadTarget, share: Share | None = None) -> None:
         try:
-            self._run(items, target)
+            if share is None or self._cooperation is None:
+                self._run(items, target, None)
+                return
+            exchange = self._cooperation.exchange()
+            with exchange.aborted_on_error():
+                self._run(items, target, (exchange, SharedPlan(share, self._positions)))
         except CorruptCheckpointError as error:
             self.require_current(error)
             raise
 
-    def _run(self, items: Sequence[ReadItem], target: ReadTarget) -> None:
+    def _run(self, items: Sequence[ReadItem], target: ReadTarget, together: tuple[Exchange, SharedPlan] | None) -> None:
+        """Read what is requested.
+
+        Args:
+            items: the requests.
+            target: receives the results.
+            together: the connections to the other ranks, and this rank's part of reading together; None to read alone.
+        """
         reads = reads_by_key(items, self._metadata, target.buffer_bytes)
         needed = sum(key_reads.needed_bytes for key_reads in reads)
         self.stats.bytes_needed += needed
-        threads = self._threads or default_threads(remote=self._folder.remote)
-        job_bytes = request_bytes(needed, threads, self._memory_budget) if self._folder.remote else JOB_BYTES
+        remote = self._folder.remote
+        # Threads that wait for other ranks need no processor cores, like those that wait for a store.
+        threads = self._threads or default_threads(remote=remote or together is not None)
+        job_bytes = request_bytes(needed, threads, self._memory_budget) if remote else JOB_BYTES
+        reader = (
+            JobReader(self._folder, target, self._verify)
+            if together is None
+            else SharedJobReader(self._folder, target, self._verify, *together)
+        )
         with Progress("loading", lambda: needed, self._progress) as progress:
             runner = JobRunner(
                 self._folder,
-                JobReader(self._folder, target, self._verify),
+                reader,
                 target,
                 threads=threads,
                 memory_budget=self._memory_budget,
@@ -285,9 +374,12 @@ class ShardReader(StorageReader):
                 # Objects first: if one of them is refused, every tensor is as it was.
                 for is_tensor in (False, True):
                     some = [key_reads for key_reads in reads if key_reads.is_tensor is is_tensor]
-                    runner.run(jobs_of(some, self._folder.remote, job_bytes))
+                    runner.run(
+                        jobs_of(some, remote, job_bytes) if together is None else shared_jobs(some, together[1], remote)
+                    )
             finally:
                 self.stats.bytes_read += runner.bytes_read
+                self.stats.bytes_received += runner.bytes_received
                 self.stats.requests = self._root.counts() - self._requests_before
                 self._folder.release()
 

@@ -94,6 +94,20 @@ def verify(
     )
 
 
+def require_undamaged(location: Location) -> None:
+    """Read a whole checkpoint that will be copied: the copy's new checksums would hide damage.
+
+    Raises:
+        CorruptCheckpointError: the checkpoint is damaged.
+        CheckpointError: as for ``verify``.
+    """
+    report = verify(location)
+    if report.damages:
+        raise CorruptCheckpointError(
+            f"{location} is damaged, and nothing was copied:\n{report}\nCopy another checkpoint", report.damages
+        )
+
+
 def _verify_foreign(location: Location, folder: Folder, progress: bool | OnProgress) -> VerifyReport | None:
     """Verify a checkpoint in another format; None if there is none at the path."""
     try:

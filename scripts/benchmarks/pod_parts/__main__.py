@@ -27,8 +27,8 @@ from torch_xla_ckpt.planner import SPMDSavePlanner
 from torch_xla_ckpt.storage import ShardWriter
 
 PODS = {
-    **{f"{hosts * 4:,} chips": Pod(hosts) for hosts in (2, 16, 64, 256, 1024, 4096)},
     "1,024 chips, 3,000 tensors, 64 replicas": Pod(256, tensors=3000, replicas=64),
+    **{f"{hosts * 4:,} chips": Pod(hosts) for hosts in (2, 16, 64, 256, 1024, 4096)},
 }
 CHECKED = 2_000_000  # chunks up to which every chunk is compared one by one, as DCP's objects
 
@@ -113,9 +113,9 @@ def main() -> None:
             duration(found["load"]),
             f"{found['balance']:.3f}",
         )
+        if options.json:
+            Path(options.json).write_text(json.dumps(results, indent=2))
     Console(width=max(160, Console().width)).print(table)
-    if options.json:
-        Path(options.json).write_text(json.dumps(results, indent=2))
     if options.picture:
         draw([found for name, found in results.items() if PODS[name].replicas == 1], Path(options.picture))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +59,18 @@ def _check_places(found: Metadata, read: Metadata, saved: Metadata) -> None:
     _require(count == len(found.storage_data) == len(read.storage_data), "the number of items")
 
 
-def check_incomplete(plans: list[Any], planner: SPMDSavePlanner) -> None:
-    """Check that a save in which one host takes no part is refused."""
+def check_incomplete(plans: Sequence[Any], planner: SPMDSavePlanner) -> None:
+    """Check that a save in which some hosts take no part is refused.
+
+    Args:
+        plans: the plans of the other hosts, which lack some boxes.
+        planner: the coordinator's planner.
+    """
     try:
-        planner.create_global_plan(plans)
+        planner.create_global_plan(list(plans))
     except IncompleteCheckpointError:
         return
-    raise SystemExit("the proof accepted a plan without one host's boxes")
+    raise SystemExit("the proof accepted a plan without the boxes of some hosts")
 
 
 def _require(equal: bool, what: str) -> None:

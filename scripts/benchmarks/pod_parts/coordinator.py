@@ -55,7 +55,8 @@ def main(pod: Pod, work: Path, checked: bool) -> None:
         if checked and number == SAVES - 1:  # it uses what the saves before it have kept
             check_records(work / "checkpoint", metadata)
     if checked:
-        check_incomplete(_gathered(work, "plan", pod.hosts)[1:], planner)
+        plans = _gathered(work, "plan", pod.hosts)
+        check_incomplete([plan for host, plan in enumerate(plans) if host % pod.distinct_hosts], planner)
 
 
 @without_collector

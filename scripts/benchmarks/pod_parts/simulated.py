@@ -48,6 +48,11 @@ class Pod:
         """The distinct boxes of all tensors."""
         return self.cuts * self.tensors
 
+    @property
+    def distinct_hosts(self) -> int:
+        """The hosts that hold different boxes. Other hosts hold replicas of theirs."""
+        return self.hosts // self.replicas
+
     def grid(self, number: int) -> tuple[int, int]:
         """Return the number of cuts of a tensor in each dimension: rows, columns and grids alternate."""
         rows = 2 ** (math.frexp(math.sqrt(self.cuts))[1] - 1)
