@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, ParamSpec
 
@@ -61,11 +61,19 @@ def failing_in_one_line(command: Callable[_P, bool | None]) -> Callable[_P, None
 class OneLineGroup(click.Group):
     """A group of commands that prints errors of usage in one line, too."""
 
-    def main(self, *args: Any, **options: Any) -> Any:  # type: ignore[override]
-        if not options.pop("standalone_mode", True):
-            return super().main(*args, standalone_mode=False, **options)
+    def main(  # type: ignore[override]
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        run = functools.partial(super().main, args, prog_name, complete_var, False, **extra)
+        if not standalone_mode:
+            return run()
         try:
-            status = super().main(*args, standalone_mode=False, **options)
+            status: Any = run()
         except click.exceptions.NoArgsIsHelpError as error:  # no command was given
             error.show()
             raise SystemExit(CANNOT_ANSWER) from None
