@@ -128,8 +128,6 @@ def convert(
         is_dry=dry_run,
     )
     if not dry_run:
-        if checkpoint.listing().kind != "torch_xla_ckpt":
-            require_undamaged(checkpoint.location)
         _write(checkpoint, values, access, location, lightnings)
     return result
 
@@ -221,6 +219,8 @@ def _write(
     checkpoint: Checkpoint, values: Values, access: _FromCheckpoint, location: Location, lightnings: bytes | None
 ) -> None:
     listing = checkpoint.listing()
+    if listing.kind != "torch_xla_ckpt":
+        require_undamaged(checkpoint.location)
     time = _time_of(listing)
     is_new = location.is_local and not os.path.lexists(location.path)
     writer = ShardWriter(location, step=listing.step, user_metadata=listing.user_metadata, time=time)
