@@ -22,7 +22,7 @@ setup(
         "progress": ["tqdm>=4.60"],
         "demo": ["transformers>=4.50,<5", "click>=8.1", "rich>=13", "matplotlib>=3.8"],
         "test": [
-            *("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100"),
+            *("pytest>=9", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100"),
             *("ruff==0.17.*", "mypy==2.4.*", "import-linter>=2.5"),
             *("click>=8.1", "rich>=13", "matplotlib>=3.8", "safetensors>=0.4", "lightning==2.6.*"),
             *("moto[server]>=5", "s3fs>=2024.6", "tqdm>=4.60", "torchdata>=0.11"),

@@ -1,5 +1,8 @@
 """Eight virtual CPU devices, set up before torch_xla is imported, and settings for property tests."""
 
+import gc
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -19,6 +22,15 @@ def pytest_sessionstart() -> None:
 
     xr.use_spmd()
     xr.global_runtime_device_count()
+
+
+@pytest.fixture(autouse=True)
+def collector_stays_on() -> Iterator[None]:
+    """Fail a test that turns the garbage collector off for the tests after it. They would keep all device tensors."""
+    yield
+    off = not gc.isenabled()
+    gc.enable()
+    assert not off, "the test has left Python's garbage collector turned off"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,5 +1,6 @@
 """The program xc: exit status, output in pipes, help, options, and the schema of its JSON."""
 
+import gc
 import os
 import pty
 import re
@@ -14,6 +15,7 @@ import torch
 from support import kinds
 from support.command_line import call, start
 from support.paths import ROOT, environment
+from torch_xla_ckpt.cli import main
 from torch_xla_ckpt.cli.program import xc
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -35,6 +37,18 @@ def test_output_has_no_escapes_in_pipes_and_survives_any_locale(tmp_path):
     for variables in ({"NO_COLOR": "1"}, {"FORCE_COLOR": "1", "NO_COLOR": "1"}, {"PYTHONIOENCODING": "ascii"}):
         answer = start("ls", tmp_path / "c", **variables)
         assert answer.status == 0 and "\x1b" not in answer.out
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_main_leaves_the_garbage_collector_as_it_was(monkeypatch, capsys, was_on):
+    monkeypatch.setattr("sys.argv", ["xc", "--help"])
+    gc.enable() if was_on else gc.disable()
+    try:
+        with pytest.raises(SystemExit):
+            main()
+        assert gc.isenabled() == was_on and capsys.readouterr().out
+    finally:
+        gc.enable()
 
 
 def test_every_command_has_help_with_an_example():

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import torch_xla_ckpt as xc
+from support.command_line import call
 from support.exported import written
-from torch_xla_ckpt.cli import main
 
 ONE = torch.ones(2)
 OPTIM = {"state": {0: {"exp": torch.ones(2)}}, "param_groups": [{"lr": 1.0}]}
@@ -86,10 +86,7 @@ def test_patterns_name_what_they_leave_out_without_a_warning(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("command", [["export"], ["convert", "--to", "safetensors"]])
-def test_command_shows_what_is_beside_the_model(tmp_path, capsys, monkeypatch, command):
+def test_command_shows_what_is_beside_the_model(tmp_path, command):
     torch.save({"model": {"w": ONE}, "ema_model": {"w": ONE}}, tmp_path / "state.pt")
-    arguments = [*command, str(tmp_path / "state.pt"), str(tmp_path / "model")]
-    monkeypatch.setattr("sys.argv", ["xc", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        raise SystemExit(main())
-    assert not ended.value.code and "ema_model (1)" in capsys.readouterr().out
+    answer = call(*command, tmp_path / "state.pt", tmp_path / "model")
+    assert answer.status == 0 and "ema_model (1)" in answer.out

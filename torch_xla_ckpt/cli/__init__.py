@@ -26,10 +26,15 @@ def main() -> None:
             file=sys.stderr,
         )
         raise SystemExit(2) from None
-    gc.disable()  # a command makes many objects, keeps them to its end, and ends soon
     open_closed_streams()
     print_any_character()
-    xc(prog_name="xc")
+    collects = gc.isenabled()
+    gc.disable()  # a command makes many objects, keeps them to its end, and ends soon
+    try:
+        xc(prog_name="xc")
+    finally:
+        if collects:  # the process goes on if a program caught SystemExit
+            gc.enable()
 
 
 __all__ = ["main"]
