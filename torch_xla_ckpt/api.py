@@ -255,7 +255,13 @@ def load(
             state_dict[key].load_state_dict(state[key])
         else:
             state_dict[key] = state[key]
-    return _report(planner, reader, start, restarts)
+    report = _report(planner, reader, start, restarts)
+    if not keys and report.outcomes:
+        logger.warning(
+            "%s: the state dict is empty, so nothing was loaded. Name what to load: {'model': {}} loads all of 'model'",
+            doing,
+        )
+    return report
 
 
 def reading_together(

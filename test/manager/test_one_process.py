@@ -235,7 +235,7 @@ def test_next_call_raises_the_error_of_a_failed_async_save(tmp_path, then, monke
 
 def test_damaged_step_is_skipped_with_a_warning_that_says_why(tmp_path, caplog):
     with xc.CheckpointManager(tmp_path, 1) as manager:
-        save_steps(manager, *range(1, 7))
+        save_steps(manager, *range(1, 8))
     (data,) = (file for file in (tmp_path / "3").iterdir() if file.suffix == ".distcp")
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1  # found when it is read
@@ -243,18 +243,20 @@ def test_damaged_step_is_skipped_with_a_warning_that_says_why(tmp_path, caplog):
     next((tmp_path / "4").glob("*.distcp")).unlink()
     next((tmp_path / "5").glob("manifest-*")).write_text("{}")
     (tmp_path / "6" / ".metadata").write_bytes(b"")
+    (tmp_path / "7" / ".metadata").unlink()
     with xc.CheckpointManager(tmp_path, 1, max_to_keep=1) as manager:
         target = state(-1)
         assert manager.restore_latest(target) == 2 and target["n"] == 2
         assert manager.all_steps() == [1, 2]
-        for step, why in ((3, "checksum"), (4, "is missing or too short"), (5, "manifest"), (6, "metadata")):
+        reasons = {3: "checksum", 4: "is missing or too short", 5: "manifest", 6: "metadata", 7: ".metadata is missing"}
+        for step, why in reasons.items():
             (text,) = [record.getMessage() for record in caplog.records if f"step {step} of" in record.getMessage()]
             assert "is skipped, because it is damaged" in text and why in text, text
         assert [verdict.step for verdict in manager.plan_retention() if not verdict.kept] == [1]
-        manager.save(7, state(7))
+        manager.save(8, state(8))
         manager.wait()
-        assert manager.all_steps() == [7]
-    for step in (4, 5, 6):
+        assert manager.all_steps() == [8]
+    for step in (4, 5, 6, 7):
         assert (tmp_path / str(step)).exists()  # a damaged step stays for the user to look at
 
 

@@ -144,6 +144,8 @@ def test_a_step_that_has_lost_only_its_metadata_is_named_and_stays(tmp_path, cap
     with xc.CheckpointManager(tmp_path, 1) as manager:
         save_steps(manager, 1, 2)
     (tmp_path / "1" / ".metadata").rename(tmp_path / "copy")
+    (row,) = [row for row in xc.inspect(tmp_path).steps if row.step == 1]
+    assert row.kind == "damaged" and "all other files of the committed save" in row.flaw
     files = sorted((tmp_path / "1").iterdir())
     with xc.CheckpointManager(tmp_path, 1, max_to_keep=1) as manager:
         save_steps(manager, 3)

@@ -140,7 +140,7 @@ class StepDeletion:
 def _delete(folder: Folder, names: Collection[str]) -> None:
     """Delete files: data first, manifests last.
 
-    A lease or a mark of a deletion shows that the save is not whole, and a manifest that its other files are not needed.
+    A lease or the mark of a deletion shows that the save is not whole. A manifest shows that its files are not needed.
 
     Raises:
         OSError: some files are still there.
