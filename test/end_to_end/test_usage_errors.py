@@ -52,7 +52,7 @@ def test_a_load_into_an_empty_state_dict_warns_that_nothing_was_loaded(tmp_path,
     caplog.clear()
     state = {"model": {}}
     xc.load(state, tmp_path)
-    assert state["model"]["w"].tolist() == [1, 1] and "empty" not in caplog.text
+    assert state["model"]["w"].tolist() == [1, 1] and "dict is empty" not in caplog.text
 
 
 def test_a_mesh_without_a_sharding_is_told(tmp_path, caplog):

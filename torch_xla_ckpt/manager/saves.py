@@ -121,7 +121,9 @@ class Saver:
             except Exception as error:
                 self._fail_on_all_ranks(error)
             try:
-                handle = api.save_staged(state, writer, self._stager, before_writing=self._wait_for_deletions)
+                handle = api.save_staged(
+                    state, writer, self._stager, before_writing=self._wait_for_deletions, is_read=False
+                )
                 writer.timing.mode = handle.choice.mode
             finally:
                 self._run.active.blocked = writer.timing.returned()
@@ -176,7 +178,7 @@ class Saver:
         def write(*_: object) -> NoReturn:
             raise error
 
-        self._stager.run(state, write, None)
+        self._stager.run(state, write, None, is_read=False)
         raise error
 
     def _uploaded(self, step: int, number: int, upload: Any) -> None:
