@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Iterator
 
 _MOST_THREADS = 8
 _REMOTE_THREADS = 24  # streams that together are faster than most links, with 100 MiB a second each
@@ -27,6 +29,14 @@ def default_threads(*, remote: bool) -> int:
         remote: whether the threads wait for a remote store rather than for processor cores.
     """
     return _REMOTE_THREADS if remote else min(_MOST_THREADS, os.cpu_count() or 1)
+
+
+def varied(nbytes: int) -> Iterator[int]:
+    """Yield sizes of requests in bytes without end: half of ``nbytes``, ``nbytes``, and half more, again and again.
+
+    Requests of one size that begin together end together. Then the link is idle while all answers are handled.
+    """
+    return (min(share * nbytes // 2, _MOST_BYTES) for share in itertools.cycle((1, 2, 3)))
 
 
 def request_bytes(total: int, threads: int, memory_budget: int) -> int:
