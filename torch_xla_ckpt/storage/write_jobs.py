@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch_xla_ckpt.protocols import SaveSource
 from torch_xla_ckpt.reports import FETCH, STORAGE, Timeline
 from torch_xla_ckpt.storage.data_file import SMALL
-from torch_xla_ckpt.storage.limits import varied
+from torch_xla_ckpt.storage.limits import ObjectSizes
 from torch_xla_ckpt.storage.memory_budget import MemoryBudget
 
 _BATCH_BYTES = 4 << 20  # a batch for a thread is full when it has this many bytes
@@ -76,9 +76,12 @@ def batches(
             256 items.
     """
     source = planner if isinstance(planner, SaveSource) else None
-    sizes_of_batches = itertools.repeat(_BATCH_BYTES) if file_bytes is None else varied(file_bytes)
     most_items = _BATCH_ITEMS if file_bytes is None else len(items)
-    most_bytes = next(sizes_of_batches)
+    objects = None if file_bytes is None else ObjectSizes(file_bytes, sum(map(tensor_bytes, items)))
+
+    def size_after(nbytes: int) -> int:
+        """Return the bytes with which the next batch is full, after a batch of ``nbytes``."""
+        return _BATCH_BYTES if objects is None else objects.after(nbytes)
 
     def part_of(item: WriteItem) -> tuple[str, int | None]:
         """Return the key, and the number of the part that is fetched with the item; None for an object."""
@@ -88,6 +91,7 @@ def batches(
 
     batch: list[WriteJob] = []
     waiting = position = 0
+    most_bytes = size_after(0)
     for (key, part), group in itertools.groupby(items, part_of):
         together = list(group)
         sizes = list(map(tensor_bytes, together))
@@ -100,7 +104,7 @@ def batches(
                 has_room = budget.take(cost, own=sum(job.held for job in batch))
             if not has_room:  # there is no room before these are written
                 yield batch
-                batch, waiting, most_bytes = [], 0, next(sizes_of_batches)
+                batch, waiting, most_bytes = [], 0, size_after(waiting)
                 with timeline.span(STORAGE):
                     budget.take(cost)
         left = cost
@@ -113,7 +117,7 @@ def batches(
             waiting += batch[-1].payload
             if waiting >= most_bytes or len(batch) >= most_items:
                 yield batch
-                batch, waiting, most_bytes = [], 0, next(sizes_of_batches)
+                batch, waiting, most_bytes = [], 0, size_after(waiting)
     if batch:
         yield batch
 
