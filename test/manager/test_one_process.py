@@ -7,6 +7,7 @@ import random
 import shutil
 import threading
 import time
+import types
 import warnings
 
 import numpy as np
@@ -20,6 +21,7 @@ from support.meshes import holds, mesh, put
 from support.runs import save_steps, state
 from support.s3 import Server
 from support.training import Training, on_host
+from torch_xla_ckpt.manager import agreement, saves
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -68,6 +70,34 @@ def test_idle_saves_the_step_after_the_last_save_has_ended(tmp_path, monkeypatch
         manager.wait()
         assert manager.save_async(20, state(20))
     assert manager.all_steps() == [0, 20]
+
+
+def test_idle_judges_an_async_save_by_async_saves_and_not_by_a_synchronous_one(tmp_path, monkeypatch):
+    """A program saves its first step with ``save``, which blocks for the whole save."""
+    now = 0.0
+    clock = types.SimpleNamespace(perf_counter=lambda: now, monotonic=lambda: now)
+    monkeypatch.setattr(saves, "time", clock)
+    monkeypatch.setattr(agreement, "time", clock)
+    saved = saves.api.save
+
+    def slow(*args, **options):
+        nonlocal now
+        now += 5.0
+        return saved(*args, **options)
+
+    monkeypatch.setattr(saves.api, "save", slow)
+    with xc.CheckpointManager(tmp_path, when=xc.when.Idle(seconds=1, blocking=0.01)) as manager:
+        assert manager.save(0, state(0), force=True)
+        now += 1.0
+        assert manager.save_async(1, state(1))
+        manager.wait()
+        now += 10.0
+        assert not manager.save(2, state(2))
+        now += 489.0
+        assert not manager.save(3, state(3))
+        now += 1.0
+        assert manager.save(4, state(4))
+    assert manager.all_steps() == [0, 1, 4]
 
 
 @pytest.mark.slow

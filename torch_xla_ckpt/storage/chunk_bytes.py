@@ -48,11 +48,14 @@ class ChunkBytes:
             target.copy_(torch.from_numpy(region.copy()).view(self.dtype).reshape(target.shape))
 
     def tensor(self) -> torch.Tensor | None:
-        """Return the whole chunk in the buffer's own memory; None if the memory is not aligned for the dtype."""
+        """Return the whole chunk in the buffer's own memory; None if the memory is not aligned for the dtype.
+
+        Nobody may write to the tensor: its memory may be that of ``bytes``.
+        """
         flat = np.ndarray((math.prod(self.shape),), self._bits, self._view, self._offset)
-        if not (flat.flags.aligned and flat.flags.writeable):
+        if not flat.flags.aligned:
             return None
-        return torch.from_numpy(flat).view(self.dtype).view(self.shape)
+        return torch.from_numpy(np.asarray(_Memory(flat))).view(self.dtype).view(self.shape)
 
     def region(self, request: ReadItem) -> Elements:
         """Return the requested region in the buffer's own memory, as integers of the same size."""
@@ -64,6 +67,19 @@ class ChunkBytes:
         strides = strides[::-1][: len(self.shape)]
         offset = self._offset + sum(n * stride for n, stride in zip(request.storage_offsets, strides))
         return np.ndarray(request.lengths, self._bits, self._view, offset, strides)
+
+
+class _Memory:
+    """The memory of an array, as if it may be written to: torch has no tensors that only may be read.
+
+    Args:
+        array: the array, whose memory stays as long as this object.
+    """
+
+    def __init__(self, array: Elements):
+        address, _ = array.__array_interface__["data"]
+        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
+        self._array = array
 
 
 def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -22,6 +22,7 @@ import xxhash
 
 from torch_xla_ckpt.errors import CheckpointError, ConcurrentSaveError
 from torch_xla_ckpt.protocols import Bytes, Entry, Folder, Version
+from torch_xla_ckpt.runtime import forks
 from torch_xla_ckpt.serialization import METADATA
 from torch_xla_ckpt.storage.checkpoint_index import read_index
 from torch_xla_ckpt.storage.deadline import start as start_call
@@ -72,6 +73,36 @@ class SaveStart:
     version: Version
     lease: Lease
     survey: Future[Survey]
+
+
+class Beginning:
+    """A save that begins, in another thread if its files are in a store.
+
+    Args:
+        begin: begins the save.
+        later: call ``begin`` in another thread, and return before it has ended.
+    """
+
+    def __init__(self, begin: Callable[[], SaveStart], *, later: bool):
+        self._owner = forks.Owner()
+        self._start: Future[SaveStart] = Future()
+        if later:
+            self._start = start_call(begin)
+        else:
+            self._start.set_result(begin())
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the save belongs to the running process; False in children forked from it."""
+        return self._owner.is_here
+
+    def wait(self) -> SaveStart:
+        """Wait until the save has begun.
+
+        Raises:
+            Exception: what ``begin`` raised.
+        """
+        return self._start.result()
 
 
 def begin(folder: Folder, save_id: str, rank: int | None = None) -> SaveStart:
