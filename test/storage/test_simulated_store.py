@@ -451,7 +451,8 @@ def test_a_backend_that_takes_only_bytes_gets_bytes_and_a_cut_object_is_not_comm
     async def pipe_file(filesystem, path, value, **options):
         if fault == "refuses views of memory" and not isinstance(value, bytes):
             raise TypeError("bytes, please")
-        await real(filesystem, path, value if isinstance(value, bytes) else value[:100], **options)
+        is_whole = fault == "refuses views of memory" or not path.endswith(".distcp")
+        await real(filesystem, path, value if is_whole else value[:100], **options)
 
     monkeypatch.setattr(SimulatedFileSystem, "_pipe_file", pipe_file)
     if fault == "refuses views of memory":
@@ -461,6 +462,35 @@ def test_a_backend_that_takes_only_bytes_gets_bytes_and_a_cut_object_is_not_comm
         with pytest.raises(xc.CheckpointError, match="cannot be seen whole"):
             save(store, host_state())
         assert ".metadata" not in store.names(RUN)
+
+
+@pytest.mark.parametrize("name, times", [("manifest-", 1), (".metadata", 1), (".metadata", 1000)])
+def test_a_cut_manifest_or_commit_is_noticed(store, monkeypatch, name, times):
+    real, cut = SimulatedFileSystem._pipe_file, []
+    left = 0
+
+    async def pipe_file(filesystem, path, value, **options):
+        nonlocal left
+        if name in path and left:
+            left -= 1
+            cut.append(path)
+            value = value[: len(value) // 2]
+        await real(filesystem, path, value, **options)
+
+    monkeypatch.setattr(SimulatedFileSystem, "_pipe_file", pipe_file)
+    save(store, host_state(0))
+    before = set(store.names(RUN))
+    left = times
+    if name == ".metadata" and times == 1:  # put again
+        save(store, host_state(1))
+        loaded(store, host_state(1))
+        assert len(cut) == 1
+    else:
+        with pytest.raises(xc.CheckpointError, match=f"kept .*{name}.* called"):
+            save(store, host_state(1))
+        assert before <= set(store.names(RUN))
+        if name != ".metadata":
+            loaded(store, host_state(0))
 
 
 # Two programs.

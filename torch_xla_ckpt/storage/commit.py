@@ -41,10 +41,12 @@ from torch_xla_ckpt.storage.file_names import (
 )
 from torch_xla_ckpt.storage.lease import Lease, ended_saves, live_saves
 from torch_xla_ckpt.storage.manifest import Manifest
-from torch_xla_ckpt.storage.pieces import joined_pieces
+from torch_xla_ckpt.storage.pieces import joined_pieces, whole
 from torch_xla_ckpt.storage.seal import SealedPieces, sealed_save_id
 
 logger = logging.getLogger(__name__)
+
+_COMMITS = 3  # attempts to put .metadata into a store that keeps only a part of it
 
 
 class Survey(NamedTuple):
@@ -201,7 +203,7 @@ def publish(
         elif late is None:
             _replace_local(folder, data, temporary, files, rank, start)
         else:
-            _replace_remote(folder, data, temporary, files, rank, start, lambda: _write_manifest(folder, own, late))
+            _replace_remote(folder, data, temporary, files, rank, start, lambda: _put_manifest(folder, own, late))
     except FileChanged as error:
         # A request that is made again, because its answer was lost, finds what it has written itself.
         if not data.is_at(folder.version(name).end):
@@ -223,6 +225,20 @@ def _write_manifest(folder: Folder, name: str, pieces: Iterable[Bytes]) -> tuple
         raise
     folder.flush()
     return size, hasher.digest()
+
+
+def _put_manifest(folder: Folder, name: str, pieces: Iterable[Bytes]) -> None:
+    """Write the manifest to a store.
+
+    Raises:
+        CheckpointError: the store has kept only a part of it.
+    """
+    size, _ = _write_manifest(folder, name, pieces)
+    if (kept := folder.size(name)) != size:
+        raise CheckpointError(
+            f"the checkpoint was not committed: {folder.url} has kept {kept} of {size} bytes of {name}, although it "
+            "called the put a success. Save again"
+        )
 
 
 def _checksum(pieces: Iterable[Bytes]) -> bytes:
@@ -357,7 +373,20 @@ def _replace_remote(
     def check() -> None:
         together([write_manifest, check_files])
 
-    folder.replace(metadata_name(rank), data, temporary, expected=start.version, check=check)
+    name, content = metadata_name(rank), whole(data)
+    expected = start.version
+    for _ in range(_COMMITS):
+        folder.replace(name, [content], temporary, expected=expected, check=check)
+        if folder.size(name) == len(content):
+            return
+        expected = folder.version(name)
+        if sealed_save_id(expected.end) is not None:  # another save has committed after this one
+            return
+    raise CheckpointError(
+        f"{folder.url} has kept only a part of {name} in {_COMMITS} attempts, although it called each put a success. "
+        "There is no checkpoint now. The other files of the checkpoint before it were not removed. Mend the store, and "
+        "save again"
+    )
 
 
 def _require_files(
