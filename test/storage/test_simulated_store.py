@@ -44,7 +44,7 @@ def impatient(monkeypatch):
     """Pauses are short, and late answers are noticed early."""
     monkeypatch.setattr(retries, "FIRST_PAUSE", 0.001)
     monkeypatch.setattr(retries, "LONGEST_PAUSE", 0.002)
-    monkeypatch.setattr(stragglers, "STALLED", 0.3)
+    monkeypatch.setattr(stragglers, "STALLED", 1.0)
 
 
 def host_state(seed=0, tensors=6, rows=512):
