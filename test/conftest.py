@@ -16,8 +16,10 @@ settings.register_profile("fast", settings.get_profile("ci"), max_examples=20)
 settings.load_profile("ci")
 
 
-def pytest_sessionstart() -> None:
+def pytest_sessionstart(session: pytest.Session) -> None:
     """Start the devices first: torch's autograd engine counts them when backward first runs, also on the host."""
+    if session.config.getoption("numprocesses", None):
+        return  # this process only hands tests to the workers
     import torch_xla.runtime as xr
 
     xr.use_spmd()

@@ -99,7 +99,10 @@ if then == "term":
 
 
 def program(path, mode, way, then, *options):
-    return interpreters.Program(["-c", PROGRAM, path, mode, way, then, *options], xla=mode == "device")
+    return interpreters.Program(
+        ["-c", PROGRAM, path, mode, way, then, *options],
+        modules=interpreters.XLA if mode == "device" else interpreters.HOST,
+    )
 
 
 def first_save(path):
