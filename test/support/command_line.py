@@ -46,5 +46,5 @@ def call(*arguments, **variables):
 def start(*arguments, **variables):
     """Run a command in a process of its own, with its output in pipes."""
     command = ["-m", "torch_xla_ckpt", *arguments]
-    done = interpreters.run(command, env=variables, modules=interpreters.STOCK)
+    done = interpreters.run(command, env=variables)
     return Answer(done.returncode, done.stdout, done.stderr)
