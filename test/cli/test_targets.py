@@ -197,6 +197,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", ["meta.pt", ".metadata"])
 def test_a_killed_convert_commits_no_checkpoint_without_its_meta_pt(made, tmp_path, name, when):

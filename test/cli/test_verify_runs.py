@@ -75,6 +75,7 @@ xc.save({{"w": torch.ones(1000)}}, {path!r})
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [15, 40])
 def test_a_killed_save_is_unfinished_and_fails_nothing(run, step):
     program = KILLED.format(path=str(run / str(step)))

@@ -19,6 +19,22 @@ PROGRAMS = dict(re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```", PAGE, re.DOTAL
 SPECS = {"0.weight": ("a", "b"), "2.weight": ("b", "a"), "0.bias": (("a", "b"),), "2.bias": None}
 
 
+# What torchrun does with --standalone, but ranks are forks of the launcher, which has imported torch.
+TORCHRUN = """
+import runpy, sys
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+
+def rank(path):
+    runpy.run_path(path, run_name="__main__")
+
+
+ranks = int(sys.argv[2])
+places = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": "ranks"}
+elastic_launch(LaunchConfig(1, 1, ranks, start_method="fork", max_restarts=0, **places), rank)(sys.argv[1])
+"""
+
+
 def build():
     names = {}
     exec(PROGRAMS["model"], names)
@@ -57,9 +73,9 @@ def run(folder, name, ranks=1):
     """Run a program of the page in a folder, as its reader would."""
     for other in ("model", name):
         (folder / f"{other}.py").write_text(PROGRAMS[other])
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"] if ranks > 1 else []
+    command = ["-c", TORCHRUN, f"{name}.py", ranks] if ranks > 1 else [f"{name}.py"]
     code = "import importlib.util; assert importlib.util.find_spec('torch_xla') is None"
-    for program in (["-c", code], [*launcher, f"{name}.py"]):
+    for program in (["-c", code], command):
         done = interpreters.run(
             program,
             env={"PYTHONPATH": f"{ROOT}:{folder}"},

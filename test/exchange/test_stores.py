@@ -101,6 +101,7 @@ def test_configuration_is_read_from_a_store_with_the_same_options(tmp_path):
     assert report.copied == ("config.json",)
 
 
+@pytest.mark.slow
 def test_second_export_is_refused_while_the_first_runs_and_cleans_up_after_it_was_killed(tmp_path, checkpoint):
     with Server() as s3, s3.bucket("claimed") as bucket:
         options = {"max_shard_bytes": 300_000, "storage_options": s3.options}

@@ -108,6 +108,7 @@ def test_other_boxes_than_the_saved_ones_are_restored(saved):
     assert planner.report.outcomes["model.w"].resharded
 
 
+@pytest.mark.slow
 def test_a_process_without_this_package_reads_the_metadata(saved):
     program = f"""
 import pickle
