@@ -97,7 +97,8 @@ class LoadSink(Protocol):
     def adopt(self, read_item: ReadItem, tensor: torch.Tensor) -> bool:
         """Use the memory of ``tensor`` as the buffer of ``read_item``; return False if it does not fit.
 
-        The tensor has the read's shape, often with strides: it may be a part of a saved chunk. The storage reader calls ``commit_tensor`` in either case.
+        The tensor has the read's shape, often with strides: it may be a part of a saved chunk. The storage reader calls
+        ``commit_tensor`` in either case.
         """
 
     def buffer_bytes(self, key: str) -> int:
