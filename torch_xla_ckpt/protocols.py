@@ -56,7 +56,7 @@ class TensorAccess(Protocol):
             tensor: the tensor to write to.
             layout: the tensor's layout.
             shards: for each distinct box a host tensor of the layout's shard shape: the elements of the box, followed
-                by padding in each dimension. Replicas share one host tensor.
+                by padding in each dimension. It may have strides, and lie in a memory map. Replicas share one tensor.
         """
 
 
