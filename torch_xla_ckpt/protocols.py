@@ -56,7 +56,7 @@ class TensorAccess(Protocol):
             tensor: the tensor to write to.
             layout: the tensor's layout.
             shards: for each distinct box a host tensor of the layout's shard shape: the elements of the box, followed
-                by padding in each dimension. Replicas share one host tensor.
+                by padding in each dimension. It may have strides, and lie in a memory map. Replicas share one tensor.
         """
 
 
@@ -97,7 +97,8 @@ class LoadSink(Protocol):
     def adopt(self, read_item: ReadItem, tensor: torch.Tensor) -> bool:
         """Use the memory of ``tensor`` as the buffer of ``read_item``; return False if it does not fit.
 
-        The storage reader calls ``commit_tensor`` in either case.
+        The tensor has the read's shape, often with strides: it may be a part of a saved chunk. The storage reader calls
+        ``commit_tensor`` in either case.
         """
 
     def buffer_bytes(self, key: str) -> int:

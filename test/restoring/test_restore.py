@@ -188,6 +188,21 @@ def test_specs_by_pattern_shard_what_they_fit_and_the_rest_is_whole(trained):
     assert "devices=[4,2]" in spec_of(model.first.bias)  # over "a", the first rule that fits
 
 
+@pytest.mark.parametrize(
+    ("rules", "devices"),
+    [
+        ({"second.weight": (None, "b"), "*.weight": ("a", "b")}, "devices=[1,2,4]"),
+        ({"*.weight": ("a", "b"), "second.weight": (None, "b")}, "devices=[4,2]"),
+        ({"secon[d].weight": (None, "b"), "second.weight": ("a", "b")}, "devices=[1,2,4]"),
+    ],
+)
+def test_of_a_name_and_a_pattern_the_first_one_counts(trained, rules, devices):
+    path, _ = trained
+    model = on_meta()
+    xc.restore(path, model=model, sharding=rules, mesh=ON)
+    assert devices in spec_of(model.second.weight)
+
+
 def test_restoring_twice_or_onto_what_is_sharded_changes_no_sharding(trained):
     path, expected = trained
     model = on_meta()

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch_xla import _XLAC
 
 import torch_xla_ckpt as xc
+from support.mapped import mapped_at, watch_puts
 from support.meshes import holds, mesh, put, random_bits, same_bits, settle
 from torch_xla_ckpt.storage import ranges
 
@@ -312,29 +312,10 @@ def test_any_region_is_loaded_exactly_and_reads_few_other_bytes(chunk, data):
 # Memory that is passed on as it was read.
 
 
-def mapped_at(address):
-    """The file that is mapped at an address of this process; "" if there is none."""
-    with open("/proc/self/maps") as maps:
-        for line in maps:
-            span, *_, name = [*line.split(maxsplit=5), ""][:6]
-            start, stop = (int(end, 16) for end in span.split("-"))
-            if start <= address < stop:
-                return name.strip()
-    return ""
-
-
 @pytest.fixture
 def handed(monkeypatch):
     """For each shard that was put on a device, the file in whose memory map the shard lies."""
-    seen = []
-    real = _XLAC._load_local_shards
-
-    def load_local_shards(tensor, parts, devices):
-        seen.extend(mapped_at(part.data_ptr()) for part in parts)
-        real(tensor, parts, devices)
-
-    monkeypatch.setattr(_XLAC, "_load_local_shards", load_local_shards)
-    return seen
+    return watch_puts(monkeypatch)
 
 
 def test_a_box_that_equals_a_saved_chunk_is_put_on_its_device_without_a_copy(tmp_path, handed):

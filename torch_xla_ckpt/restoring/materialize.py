@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 Sharding = Callable[[torch.nn.Module], object] | Mapping[str, Any]
 """A function that marks a module's tensors, or partition specs by name patterns."""
 
+_GLOB = frozenset("*?[")  # characters that make a pattern more than a name
+
 _MeshAndSpec = tuple[Any, tuple[Any, ...]]
 
 
@@ -166,7 +168,15 @@ def _specs(held: Sequence[HeldTensor], sharding: Mapping[str, Any], mesh: Any) -
             raise CheckpointError(
                 f"sharding= has no mesh for {pattern!r}. Nothing was changed. Pass mesh=, or a pair (mesh, spec)"
             )
-    idle = [pattern for pattern in pairs if not any(fnmatchcase(one.name, pattern) for one in held)]
+    order = {pattern: number for number, pattern in enumerate(pairs)}
+    globs = [pattern for pattern in pairs if not _GLOB.isdisjoint(pattern)]
+    literal = pairs.keys() - globs  # names of single tensors, of which a large model has thousands
+    fitting = {
+        name: [*(pattern for pattern in globs if fnmatchcase(name, pattern)), *([name] if name in literal else ())]
+        for name in dict.fromkeys(one.name for one in held)
+    }
+    used = {pattern for patterns in fitting.values() for pattern in patterns}
+    idle = [pattern for pattern in pairs if pattern not in used]
     if idle:
         raise CheckpointError(
             f"sharding= has patterns that fit no parameter or buffer: {', '.join(map(repr, idle))}. Nothing was "
@@ -174,9 +184,8 @@ def _specs(held: Sequence[HeldTensor], sharding: Mapping[str, Any], mesh: Any) -
         )
     found: dict[int, _MeshAndSpec] = {}
     for one in held:
-        fitting = [pairs[pattern] for pattern in pairs if fnmatchcase(one.name, pattern)]
-        if fitting:
-            found.setdefault(id(one.tensor), fitting[0])
+        if fitting[one.name]:
+            found.setdefault(id(one.tensor), pairs[min(fitting[one.name], key=order.__getitem__)])
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import mmap
 
 import numpy as np
 import torch
@@ -33,11 +33,6 @@ class ChunkBytes:
         self._offset = offset
         self._bits = _NUMPY_BITS[self.dtype.itemsize]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole chunk."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
     def copy_region(self, request: ReadItem, target: torch.Tensor) -> None:
         """Copy the requested region into a tensor of the region's shape, casting if the dtypes differ."""
         region = self.region(request)
@@ -47,15 +42,19 @@ class ChunkBytes:
         elif target.numel():
             target.copy_(torch.from_numpy(region.copy()).view(self.dtype).reshape(target.shape))
 
-    def tensor(self) -> torch.Tensor | None:
-        """Return the whole chunk in the buffer's own memory; None if the memory is not aligned for the dtype.
+    def tensor(self, request: ReadItem) -> torch.Tensor | None:
+        """Return the requested region in the buffer's own memory, often with strides.
 
-        Nobody may write to the tensor: its memory may be that of ``bytes``.
+        None if the memory is not aligned for the dtype. Also None for a part of a chunk that is not memory-mapped,
+        because the tensor would keep all of the buffer. Nobody may write to the tensor: its memory may be that of
+        ``bytes``.
         """
-        flat = np.ndarray((math.prod(self.shape),), self._bits, self._view, self._offset)
-        if not flat.flags.aligned:
+        if request.lengths != self.shape and not isinstance(self._view.obj, mmap.mmap):
             return None
-        return torch.from_numpy(np.asarray(_Memory(flat))).view(self.dtype).view(self.shape)
+        region = self.region(request)
+        if not region.flags.aligned:
+            return None
+        return torch.from_numpy(np.asarray(_Memory(region))).view(self.dtype)
 
     def region(self, request: ReadItem) -> Elements:
         """Return the requested region in the buffer's own memory, as integers of the same size."""

@@ -14,6 +14,8 @@ MAX_GAP = 64 << 10
 
 Range = tuple[int, int]
 
+_MANY = 64  # ranges from which numpy is faster than Python
+
 
 def ranges_of(
     shape: Sequence[int], itemsize: int, offsets: Sequence[int], sizes: Sequence[int], gap: int | None = None
@@ -58,6 +60,23 @@ def merged(ranges: Iterable[Range], gap: int = 0) -> list[Range]:
         else:
             result.append((start, stop))
     return result
+
+
+def merged_rows(rows: Sequence[Integers], gap: int) -> list[Range]:
+    """Return the same as ``merged`` for many ranges, such as the rows of all boxes of a matrix that is cut by columns.
+
+    Args:
+        rows: arrays of ranges, as ``ranges_of`` returns them.
+        gap: bytes between two ranges up to which the ranges are merged.
+    """
+    if sum(map(len, rows)) < _MANY:
+        return merged([(start, stop) for part in rows for start, stop in part.tolist()], gap)
+    ranges = np.concatenate(rows)
+    ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
+    stops = np.maximum.accumulate(ranges[:, 1])
+    ends = np.flatnonzero(ranges[1:, 0] - stops[:-1] > gap)  # the ranges before a gap
+    firsts, lasts = np.append(0, ends + 1), np.append(ends, len(ranges) - 1)
+    return list(zip(ranges[firsts, 0].tolist(), stops[lasts].tolist()))
 
 
 def blocks_of(ranges: Iterable[Range], block: int) -> list[int]:

@@ -14,7 +14,7 @@ from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CorruptCheckpointError
 from torch_xla_ckpt.protocols import Window
 from torch_xla_ckpt.runtime import without_collector
-from torch_xla_ckpt.storage.ranges import MAX_GAP, Range, blocks_of, merged, ranges_of
+from torch_xla_ckpt.storage.ranges import MAX_GAP, Range, blocks_of, merged, merged_rows, ranges_of
 from torch_xla_ckpt.storage.stored import BLOCK, TINY, Stored
 
 JOB_BYTES = 32 << 20
@@ -83,7 +83,7 @@ class ItemRead:
                 if math.prod(request.lengths)
             ]
             first = stored.data
-            wanted = merged([(start + first, stop + first) for part in rows for start, stop in part.tolist()], gap)
+            wanted = [(start + first, stop + first) for start, stop in merged_rows(rows, gap)]
         if verify and stored.checksums is not None:
             return merged(stored.block(number)[:2] for number in blocks_of(wanted, BLOCK))
         return [(stored.offset + start, stored.offset + stop) for start, stop in wanted]

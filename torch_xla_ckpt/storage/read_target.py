@@ -26,6 +26,11 @@ ADOPTABLE = 64 << 10
 """Size in bytes from which a tensor is offered to the planner in the memory it was read into, instead of copied."""
 
 
+def _may_fill_a_box(request: ReadItem, chunk: ChunkBytes) -> bool:
+    """Whether a region is large enough to be adopted, and begins where its box begins."""
+    return request.lengths.numel() * chunk.dtype.itemsize >= ADOPTABLE and not any(request.dest_offsets)
+
+
 class ReadTarget(Protocol):
     """Receives what a load reads. The reading threads call ``fill``; the caller's thread calls ``commit``."""
 
@@ -75,10 +80,10 @@ class PlannerTarget(ReadTarget):
         return 0 if self._sink is None else self._sink.buffer_bytes(key)
 
     def fill(self, request: ReadItem, chunk: ChunkBytes) -> ReadResult | None:
-        if self._sink is not None and chunk.nbytes >= ADOPTABLE and request.lengths == chunk.shape:
-            whole = chunk.tensor()
-            if whole is not None and self._sink.adopt(request, whole):
-                return ReadResult(request, whole)
+        if self._sink is not None and _may_fill_a_box(request, chunk):
+            region = chunk.tensor(request)
+            if region is not None and self._sink.adopt(request, region):
+                return ReadResult(request, region)
         target = self._buffer(request)
         chunk.copy_region(request, target)
         return ReadResult(request, target)
