@@ -12,12 +12,14 @@ devices.set_up()
 
 # No deadline: the first example of a property pays for compiling. Derandomised: CI fails on what was changed.
 settings.register_profile("ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("fast", settings.get_profile("ci"), max_examples=20)
+settings.register_profile("fast", settings.get_profile("ci"), max_examples=10)
 settings.load_profile("ci")
 
 
-def pytest_sessionstart() -> None:
+def pytest_sessionstart(session: pytest.Session) -> None:
     """Start the devices first: torch's autograd engine counts them when backward first runs, also on the host."""
+    if session.config.getoption("numprocesses", None):
+        return  # this process only hands tests to the workers
     import torch_xla.runtime as xr
 
     xr.use_spmd()

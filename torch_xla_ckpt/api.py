@@ -141,6 +141,7 @@ def save_staged(
     stager: SPMDStager,
     *,
     before_writing: Callable[[], None] | None = None,
+    is_read: bool = True,
 ) -> AsyncSave:
     """Copy a state dict and save the copy in the stager's thread; see ``async_save``.
 
@@ -149,6 +150,7 @@ def save_staged(
         writer: the DCP storage to write with.
         stager: makes the copy and runs the save.
         before_writing: called in the stager's thread before the save begins there. Default: nothing is called.
+        is_read: see ``SPMDStager.run``.
     """
 
     def write(copied: dict[str, Any], group: dist.ProcessGroup | None, timeline: Timeline) -> Metadata:
@@ -162,7 +164,7 @@ def save_staged(
                 writer.announce(timeline.seconds().get(LOCK, 0.0))
             return _shortened(writer, _dcp.save(copied, writer, SPMDSavePlanner(), group, group is None))
 
-    return stager.run(lambda: _states(state_dict), write, _location(writer))
+    return stager.run(lambda: _states(state_dict), write, _location(writer), is_read=is_read)
 
 
 @without_collector
@@ -255,7 +257,13 @@ def load(
             state_dict[key].load_state_dict(state[key])
         else:
             state_dict[key] = state[key]
-    return _report(planner, reader, start, restarts)
+    report = _report(planner, reader, start, restarts)
+    if not keys and report.outcomes:
+        logger.warning(
+            "%s: the state dict is empty, so nothing was loaded. Name what to load: {'model': {}} loads all of 'model'",
+            doing,
+        )
+    return report
 
 
 def reading_together(

@@ -77,9 +77,12 @@ def test_ls_of_a_run_names_damaged_and_unfinished_steps(made, tmp_path):
     data = next((run / "20").glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:-64])
     (run / "30" / ".metadata").unlink()
+    shutil.copytree(run / "30", run / "40")
+    next((run / "40").glob("manifest-*")).unlink()
     steps = {one["step"]: one for one in call("ls", run, "--json").json["steps"]}
     assert steps[20]["kind"] == "damaged" and data.name in steps[20]["flaw"]
-    assert steps[30]["kind"] == "unfinished" and steps[10]["kind"] == "committed"
+    assert steps[30]["kind"] == "damaged" and ".metadata is missing" in steps[30]["flaw"]
+    assert steps[40]["kind"] == "unfinished" and steps[10]["kind"] == "committed"
 
 
 def test_a_tree_has_levels_an_order_and_all_branches(made):

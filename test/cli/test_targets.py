@@ -3,16 +3,13 @@
 import datetime
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
 
 import torch_xla_ckpt as xc
-from support import kinds
+from support import interpreters, kinds
 from support.command_line import call
-from support.paths import environment
 from torch_xla_ckpt.storage import Location, open_folder, read_listing
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -200,11 +197,12 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", ["meta.pt", ".metadata"])
 def test_a_killed_convert_commits_no_checkpoint_without_its_meta_pt(made, tmp_path, name, when):
     program = KILLED.format(name=name, when=when, arguments=[str(made / "lightning"), str(tmp_path / "c")])
-    done = subprocess.run([sys.executable, "-c", program], env=environment(), timeout=120)
+    done = interpreters.run(["-c", program])
     assert done.returncode == -signal.SIGKILL
     if (name, when) == (".metadata", "after"):
         assert call("verify", tmp_path / "c").status == 0

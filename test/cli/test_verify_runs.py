@@ -3,13 +3,11 @@
 import json
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 
+from support import interpreters
 from support.command_line import call
-from support.paths import environment
 from torch_xla_ckpt.inspecting import checking
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -77,10 +75,11 @@ xc.save({{"w": torch.ones(1000)}}, {path!r})
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [15, 40])
 def test_a_killed_save_is_unfinished_and_fails_nothing(run, step):
     program = KILLED.format(path=str(run / str(step)))
-    done = subprocess.run([sys.executable, "-c", program], env=environment(), timeout=120)
+    done = interpreters.run(["-c", program])
     assert done.returncode == -signal.SIGKILL
     assert list((run / str(step)).glob("manifest-*"))
     answer = call("verify", run)

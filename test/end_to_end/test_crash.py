@@ -87,7 +87,9 @@ def test_a_program_killed_while_it_saves_from_devices_leaves_the_old_or_the_new_
     for state, blow in blows.items():
         (tmp_path / state).mkdir()
         arguments = [tmp_path / state, json.dumps(dataclasses.asdict(blow))]
-        programs[state] = interpreters.Program(["-m", "support.killed_device_save", *arguments], xla=True)
+        programs[state] = interpreters.Program(
+            ["-m", "support.killed_device_save", *arguments], modules=interpreters.XLA
+        )
     try:
         assert [program.wait(timeout=100) for program in programs.values()] == [-signal.SIGKILL] * 2
     finally:

@@ -17,7 +17,9 @@ pytestmark = [
 
 def forked_at(stage, mode, folder):
     command = ["-m", "support.forking_program", stage, mode, folder]
-    program = interpreters.run(command, xla=mode == "device", timeout=280)
+    program = interpreters.run(
+        command, modules=interpreters.XLA if mode == "device" else interpreters.HOST, timeout=280
+    )
     assert program.returncode == 0, program.stderr[-5000:]
     said = json.loads(program.stdout.splitlines()[-1])
     assert not said["problems"], "\n".join(said["problems"]) + program.stderr[-5000:]

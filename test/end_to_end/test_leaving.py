@@ -1,8 +1,6 @@
 """docs/leaving.md: every program runs with the newest torch, without torch_xla, on what torch_xla's users have."""
 
-import os
 import re
-import subprocess
 
 import pytest
 import torch
@@ -10,8 +8,9 @@ import torch.distributed.checkpoint as dcp
 import torch_xla.experimental.distributed_checkpoint as torch_xla_checkpoint
 
 import torch_xla_ckpt as xc
+from support import interpreters
 from support.meshes import mesh, put, same_bits
-from support.paths import ROOT
+from support.paths import ROOT, newer_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The function definition for SavePlanner")]
 
@@ -20,18 +19,27 @@ PROGRAMS = dict(re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```", PAGE, re.DOTAL
 SPECS = {"0.weight": ("a", "b"), "2.weight": ("b", "a"), "0.bias": (("a", "b"),), "2.bias": None}
 
 
+# What torchrun does with --standalone, but ranks are forks of the launcher, which has imported torch.
+TORCHRUN = """
+import runpy, sys
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+
+def rank(path):
+    runpy.run_path(path, run_name="__main__")
+
+
+ranks = int(sys.argv[2])
+places = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": "ranks"}
+elastic_launch(LaunchConfig(1, 1, ranks, start_method="fork", max_restarts=0, **places), rank)(sys.argv[1])
+"""
+
+
 def build():
     names = {}
     exec(PROGRAMS["model"], names)
     torch.manual_seed(1)
     return names["build"]()
-
-
-@pytest.fixture(scope="module")
-def python():
-    done = subprocess.run([ROOT / "scripts" / "env", "newer"], stdout=subprocess.PIPE, text=True, timeout=280)
-    assert done.returncode == 0, "scripts/env newer failed"
-    return done.stdout.strip()
 
 
 @pytest.fixture(scope="module")
@@ -61,19 +69,22 @@ def _numbered(model):
     return enumerate(model.parameters())
 
 
-def run(python, folder, name, ranks=1):
+def run(folder, name, ranks=1):
     """Run a program of the page in a folder, as its reader would."""
     for other in ("model", name):
         (folder / f"{other}.py").write_text(PROGRAMS[other])
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"] if ranks > 1 else []
+    command = ["-c", TORCHRUN, f"{name}.py", ranks] if ranks > 1 else [f"{name}.py"]
     code = "import importlib.util; assert importlib.util.find_spec('torch_xla') is None"
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1"}
-    env.pop("PJRT_DEVICE", None)
-    subprocess.run([python, "-c", code], check=True, env=env, cwd=folder, timeout=60)
-    done = subprocess.run(
-        [python, *launcher, f"{name}.py"], env=env, cwd=folder, timeout=200, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    for program in (["-c", code], command):
+        done = interpreters.run(
+            program,
+            env={"PYTHONPATH": f"{ROOT}:{folder}"},
+            modules=interpreters.STOCK,
+            python=newer_python(),
+            cwd=folder,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def assert_model(state, model):
@@ -94,8 +105,8 @@ def test_every_program_of_the_page_is_run_here():
 
 
 @pytest.mark.parametrize("name, result", [("to_fsdp2", "fsdp2"), ("to_dtensor", "dtensor")])
-def test_two_ranks_load_onto_dtensors_and_save(python, folder, model, name, result):
-    run(python, folder, name, ranks=2)
+def test_two_ranks_load_onto_dtensors_and_save(folder, model, name, result):
+    run(folder, name, ranks=2)
     state = {"model": {}}
     xc.load(state, folder / result)
     assert_model(state["model"], model)
@@ -106,27 +117,27 @@ def test_two_ranks_load_onto_dtensors_and_save(python, folder, model, name, resu
             assert torch.equal(optim["optim"]["state"][number]["exp_avg"], param.grad)
 
 
-def test_safetensors_have_the_model(python, folder, model):
-    run(python, folder, "to_safetensors")
+def test_safetensors_have_the_model(folder, model):
+    run(folder, "to_safetensors")
     state = {"model": {}}
     xc.load(state, folder / "hf-model")
     assert_model(state["model"], model)
 
 
-def test_torch_save_has_the_model(python, folder, model):
-    run(python, folder, "to_torch_save")
+def test_torch_save_has_the_model(folder, model):
+    run(folder, "to_torch_save")
     assert_model(torch.load(folder / "model.pt", weights_only=True), model)
 
 
-def test_stock_torch_converts_everything(python, folder, model):
-    run(python, folder, "to_torch_save_stock")
+def test_stock_torch_converts_everything(folder, model):
+    run(folder, "to_torch_save_stock")
     everything = torch.load(folder / "everything.pt", weights_only=True)
     assert_model(everything["model"], model)
     assert everything["step"] == 7
 
 
-def test_lightning_file_has_the_model_and_comes_back(python, folder, model):
-    run(python, folder, "to_lightning")
+def test_lightning_file_has_the_model_and_comes_back(folder, model):
+    run(folder, "to_lightning")
     checkpoint = torch.load(folder / "lightning.ckpt", weights_only=True)
     assert_model({key.removeprefix("net."): value for key, value in checkpoint["state_dict"].items()}, model)
     assert checkpoint["global_step"] == 7

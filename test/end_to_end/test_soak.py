@@ -1,6 +1,5 @@
 """Training is killed and restarted on other meshes, and nobody can tell from the results."""
 
-import concurrent.futures
 from collections import Counter
 
 import pytest
@@ -10,22 +9,16 @@ from support.soak import Chain
 
 pytestmark = pytest.mark.slow
 
-SEEDS = (21, 25)  # their chains meet every kind of end; scripts/soak makes as many chains as one has time for
-RESTARTS = 5  # of each chain
+SEED = 9  # this chain meets every kind of end, on three meshes; scripts/soak makes chains as long as one has time for
+RESTARTS = 6
 
 
 @pytest.mark.timeout(900)
 def test_killed_at_random_moments_a_run_goes_on_as_if_nothing_had_happened(tmp_path):
-    def chain(seed):
-        notes = tmp_path / f"notes{seed}"
-        notes.mkdir()
-        return Chain(tmp_path / f"run{seed}", notes, seed).run(RESTARTS)
-
-    with concurrent.futures.ThreadPoolExecutor(len(SEEDS)) as pool:
-        results = list(pool.map(chain, SEEDS))
-    blows = Counter(blow for result in results for blow in result["blows"])
-    assert sum(blows.values()) == RESTARTS * len(SEEDS) and len(blows) == 4, blows
-    assert all(result["last"] > 0 for result in results), results
+    found = Chain(tmp_path / "run", tmp_path, SEED).run(RESTARTS)
+    blows = Counter(found["blows"])
+    assert sum(blows.values()) == RESTARTS and len(blows) == 4, blows
+    assert found["last"] > 0, found
 
 
 @pytest.mark.timeout(300)

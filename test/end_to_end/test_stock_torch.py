@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,8 +25,8 @@ from torch.utils import _pytree as pytree
 from torch_xla.experimental.distributed_checkpoint._helpers import _sharded_cpu_state_dict as sharded_cpu_state_dict
 
 import torch_xla_ckpt as xc
-from support import meshes
-from support.paths import ROOT, TEST
+from support import interpreters, meshes
+from support.paths import ROOT, TEST, newer_python
 from support.without_xla import reference
 
 WORKER = TEST / "support" / "without_xla" / "worker.py"
@@ -136,12 +135,12 @@ def work(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
     @functools.cache
     def run(library: str, version: str) -> Work:
         out = tmp_path_factory.mktemp(f"{library}-{version}".replace(" ", "-"))
-        statuses = run_ranks([python(version), str(WORKER), library], [str(saved), str(out)], out, library == "ours")
+        statuses = run_ranks(version, library, saved, out)
         checks: dict[str, list[str]] = {}
         for report in sorted(out.glob("report-*.json")):
             for name, lines in json.loads(report.read_text()).items():
                 checks.setdefault(name, []).extend(f"{report.stem}: {line}" for line in lines)
-        errors = "\n".join((out / f"log-{rank}").read_text() for rank in range(reference.RANKS))
+        errors = "\n".join(log.read_text() for log in sorted(out.glob("log-*")))
         return Work(out, checks, statuses, errors)
 
     return run
@@ -151,33 +150,23 @@ def work(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
 def python(version: str) -> str:
     if version == "this torch":
         return sys.executable
-    done = subprocess.run([ROOT / "scripts" / "env", "newer"], stdout=subprocess.PIPE, text=True, timeout=280)
-    assert done.returncode == 0, "scripts/env newer failed"
-    return done.stdout.strip()
+    return newer_python()
 
 
-def outside(**added: str) -> dict[str, str]:
-    """This process's, without the checkout on the path, and with what is added."""
-    return {**{name: value for name, value in os.environ.items() if name != "PYTHONPATH"}, **added}
-
-
-def run_ranks(before: list[str], after: list[str], out: Path, with_package: bool) -> list[int]:
-    """Run ``before RANK after`` for all ranks at once, each with a log; their exit statuses."""
-    env = outside(OMP_NUM_THREADS="1", **({"PYTHONPATH": str(ROOT)} if with_package else {}))
-    processes: list[subprocess.Popen[bytes]] = []
+def run_ranks(version: str, library: str, saved: Path, out: Path) -> list[int]:
+    """Run the worker for all ranks at once, each with a log, and return the exit statuses."""
+    env = {"PYTHONPATH": str(ROOT) if library == "ours" else ""}
+    options = {"env": env, "modules": interpreters.STOCK, "python": python(version), "cwd": out}
+    ranks = [interpreters.Program([WORKER, library, rank, saved, out], **options) for rank in range(reference.RANKS)]
     try:
-        for rank in range(reference.RANKS):
-            with open(out / f"log-{rank}", "w") as log:
-                command = [*before, str(rank), *after]
-                processes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=out))
-        for process in processes:
-            process.wait(timeout=120)
+        for rank, program in enumerate(ranks):
+            (out / f"log-{rank}").write_text("".join(program.communicate(timeout=120)))
     except subprocess.TimeoutExpired:
-        (out / "log-0").open("a").write("the ranks did not end in time and were killed\n")
+        (out / "log-0").write_text("the ranks did not end in time and were killed\n")
     finally:
-        for process in processes:
-            process.kill()
-    return [process.wait() for process in processes]
+        for program in ranks:
+            program.kill()
+    return [program.wait(60) for program in ranks]
 
 
 def test_newer_environment_has_neither_torch_xla_nor_this_package():
@@ -186,7 +175,13 @@ import importlib.util, torch
 assert tuple(map(int, torch.__version__.split(".")[:2])) > (2, 9), torch.__version__
 assert not importlib.util.find_spec("torch_xla") and not importlib.util.find_spec("torch_xla_ckpt")
 """
-    subprocess.run([python("newer torch"), "-c", code], check=True, timeout=60, env=outside(), cwd="/")
+    assert_runs(code, cwd="/", env={"PYTHONPATH": ""})
+
+
+def assert_runs(code: str, cwd: Path | str, env: dict[str, str]) -> None:
+    options = {"python": newer_python(), "modules": interpreters.STOCK, "env": env, "cwd": cwd}
+    done = interpreters.run(["-c", code], **options)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_meta_device_model_is_restored_without_torch_xla(tmp_path):
@@ -211,8 +206,7 @@ xc.restore(".", model=empty, optimizer=unstepped, state=state)
 assert state == {"step": 3} and torch.equal(empty.weight, model.weight) and empty.weight.requires_grad
 assert torch.equal(unstepped.state[empty.bias]["exp_avg"], optimizer.state[model.bias]["exp_avg"])
 """
-    env = outside(PYTHONPATH=str(ROOT))
-    subprocess.run([python("newer torch"), "-c", code], check=True, timeout=60, env=env, cwd=tmp_path)
+    assert_runs(code, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
 
 
 @on_every_torch

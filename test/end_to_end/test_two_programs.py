@@ -56,8 +56,8 @@ def interleave(path, options, order, dies):
         if number in ended:
             continue
         if dies.get(number) == taken[number]:
-            if number in writers and writers[number]._start is not None:
-                writers[number]._start.lease.end()  # as if its process were gone
+            if number in writers and writers[number]._beginning is not None:
+                writers[number]._beginning.wait().lease.end()  # as if its process were gone
             ended.add(number)
             continue
         taken[number] += 1

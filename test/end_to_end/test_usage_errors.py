@@ -45,6 +45,16 @@ def test_arguments_of_another_kind_are_refused_by_name(tmp_path, arguments):
         xc.restore(tmp_path, **arguments)
 
 
+def test_a_load_into_an_empty_state_dict_warns_that_nothing_was_loaded(tmp_path, caplog):
+    xc.save({"model": {"w": torch.ones(2)}, "step": 3}, tmp_path)
+    assert xc.load({}, tmp_path).not_requested == ("model.w", "step")
+    assert caplog.text.count("the state dict is empty, so nothing was loaded") == 1
+    caplog.clear()
+    state = {"model": {}}
+    xc.load(state, tmp_path)
+    assert state["model"]["w"].tolist() == [1, 1] and "dict is empty" not in caplog.text
+
+
 def test_a_mesh_without_a_sharding_is_told(tmp_path, caplog):
     xc.save(STATE, tmp_path)
     xc.restore(tmp_path, model=torch.nn.Linear(2, 2), mesh=object())

@@ -82,6 +82,15 @@ def test_every_dtype_of_the_format_is_written(tmp_path):
             assert_same({key: file.get_tensor(key) for key in known}, known)
 
 
+@pytest.mark.parametrize("format, name", [("safetensors", "n" * 250), ("torch", "n" * 250 + ".pt")])
+def test_the_name_of_the_target_may_be_as_long_as_the_system_allows(tmp_path, format, name):
+    for value in (1, 2):
+        xc.export({"w": torch.full((3,), value)}, tmp_path / name, format=format)
+    loaded = {"w": torch.zeros(3, dtype=torch.int64)}
+    xc.load(loaded, tmp_path / name)
+    assert loaded["w"].tolist() == [2, 2, 2] and os.listdir(tmp_path) == [name]
+
+
 def test_dtypes_that_the_format_lacks_are_one_error_before_anything_is_written(tmp_path):
     state = {"a": torch.zeros(2, dtype=torch.complex128), "b": torch.ones(2), "c": torch.ones(1).to(torch.complex128)}
     xc.save({"model": state}, tmp_path / "checkpoint")
@@ -93,7 +102,11 @@ def test_dtypes_that_the_format_lacks_are_one_error_before_anything_is_written(t
         xc.export({"q1": quantized, "q2": quantized, "b": torch.ones(2)}, tmp_path / "model")
     with pytest.raises(xc.CheckpointError, match="meta device has no values"):
         xc.export({"m": torch.ones(2, device="meta")}, tmp_path / "model")
-    assert os.listdir(tmp_path) == ["checkpoint"]
+    dcp.save({"model": {"q": quantized, "b": torch.ones(2)}}, checkpoint_id=tmp_path / "stock")
+    for format in ("torch", "safetensors"):
+        with pytest.raises(xc.CheckpointError, match=r"model.q \(torch.qint8\): quantized, and saved without scales"):
+            xc.export(tmp_path / "stock", tmp_path / "model", format=format)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "stock"]
     report = xc.export({"model": state}, tmp_path / "model.pt", format="torch")
     assert torch.load(tmp_path / "model.pt", weights_only=True)["a"].dtype == torch.complex128
     assert list(report.tensors) == ["a", "b", "c"]

@@ -53,11 +53,14 @@ def test_files_with_different_texts_are_named(tmp_path, caplog):
     assert "b.safetensors has other texts" in caplog.text and "'from'" in caplog.text
 
 
-def test_header_above_the_limit_is_refused_before_anything_is_written(tmp_path):
-    state = {f"{number:02}" + "x" * 4_000_000: torch.ones(1) for number in range(26)}
-    with pytest.raises(xc.CheckpointError, match=r"header of 104,.*safetensors allows 100,000,000.*Nothing was writ"):
+def test_header_above_the_limit_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    assert layout.HEADER_LIMIT == layout.INDEX_LIMIT == 100_000_000
+    for limit in ("HEADER_LIMIT", "INDEX_LIMIT"):
+        monkeypatch.setattr(layout, limit, 1_000_000)
+    state = {f"{number:02}" + "x" * 40_000: torch.ones(1) for number in range(26)}
+    with pytest.raises(xc.CheckpointError, match=r"header of 1,041,.*safetensors allows 1,000,000.*Nothing was writ"):
         xc.export(state, tmp_path / "m.safetensors")
-    with pytest.raises(xc.CheckpointError, match=r"index\.json would have 104,.* bytes"):
+    with pytest.raises(xc.CheckpointError, match=r"index\.json would have 1,041,.* bytes"):
         xc.export(state, tmp_path / "model")
     assert not list(tmp_path.iterdir())
 

@@ -22,6 +22,12 @@ def checkpoint(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def s3():
+    with Server() as server:
+        yield server
+
+
 @pytest.fixture(params=["checkpoint", "live"])
 def source(request):
     return {"model": live(), "step": 100} if request.param == "live" else request.getfixturevalue("checkpoint")
@@ -41,8 +47,8 @@ def test_store_behind_fsspec_gets_whole_files(tmp_path, source, request):
 
 
 @pytest.mark.slow
-def test_object_store_gets_a_model_and_gives_it_back(tmp_path, source):
-    with Server() as s3, s3.bucket("models"):
+def test_object_store_gets_a_model_and_gives_it_back(s3, tmp_path, source):
+    with s3.bucket("models"):
         options = s3.options
         report = xc.export(source, "s3://models/m", max_shard_bytes=300_000, storage_options=options)
         state = {"model": {}}
@@ -59,8 +65,8 @@ def test_object_store_gets_a_model_and_gives_it_back(tmp_path, source):
 
 
 @pytest.mark.slow
-def test_failed_export_leaves_an_older_file_of_a_store_alone(source):
-    with Server() as s3, s3.bucket("older"):
+def test_failed_export_leaves_an_older_file_of_a_store_alone(s3, source):
+    with s3.bucket("older"):
         old = {"w": torch.ones(3)}
         for name, options in (("m.safetensors", {}), ("m.pt", {"format": "torch"})):
             path = f"s3://older/{name}"
@@ -72,19 +78,19 @@ def test_failed_export_leaves_an_older_file_of_a_store_alone(source):
             assert_same(state["model"], old)
 
 
-def test_failed_export_removes_its_files_from_a_store(source):
-    with Server() as s3, s3.bucket("failed") as bucket:
+def test_failed_export_removes_its_files_from_a_store(s3, source):
+    with s3.bucket("failed") as bucket:
         with s3.failing(refused, asks("PutObject", "*00003*")), pytest.raises((OSError, xc.CheckpointError)):
             xc.export(source, "s3://failed/model", max_shard_bytes=300_000, storage_options=s3.options)
         assert bucket.objects() == []
 
 
 @pytest.mark.slow
-def test_file_that_makes_a_folder_a_model_comes_last(tmp_path, source):
+def test_file_that_makes_a_folder_a_model_comes_last(s3, tmp_path, source):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer.json").write_text("{}")
     for most, last in ((5 << 30, "model.safetensors"), (300_000, "model.safetensors.index.json")):
-        with Server() as s3, s3.bucket("order"):
+        with s3.bucket("order"):
             with s3.recorded() as log:
                 options = {"config_from": tmp_path, "max_shard_bytes": most, "storage_options": s3.options}
                 report = xc.export(source, "s3://order/model", **options)
@@ -93,16 +99,17 @@ def test_file_that_makes_a_folder_a_model_comes_last(tmp_path, source):
             assert set(puts[2:]) == {*report.files, last}
 
 
-def test_configuration_is_read_from_a_store_with_the_same_options(tmp_path):
-    with Server() as s3, s3.bucket("base"):
+def test_configuration_is_read_from_a_store_with_the_same_options(s3, tmp_path):
+    with s3.bucket("base"):
         s3.client.put_object(Bucket="base", Key="config.json", Body=b"{}")
         options = {"config_from": "s3://base", "storage_options": s3.options}
         report = xc.export({"w": torch.ones(2)}, tmp_path / "model", **options)
     assert report.copied == ("config.json",)
 
 
-def test_second_export_is_refused_while_the_first_runs_and_cleans_up_after_it_was_killed(tmp_path, checkpoint):
-    with Server() as s3, s3.bucket("claimed") as bucket:
+@pytest.mark.slow
+def test_second_export_is_refused_while_the_first_runs_and_cleans_up_after_it_was_killed(s3, tmp_path, checkpoint):
+    with s3.bucket("claimed") as bucket:
         options = {"max_shard_bytes": 300_000, "storage_options": s3.options}
         hold, weights, numbers = Hold(), asks("PutObject", "*.safetensors"), itertools.count(1)
         with s3.failing(hold, lambda request: weights(request) and next(numbers) == 2):
@@ -119,8 +126,8 @@ def test_second_export_is_refused_while_the_first_runs_and_cleans_up_after_it_wa
         assert bucket.objects() == ["model/model.safetensors"]
 
 
-def test_export_that_lost_its_claim_leaves_the_files_of_the_other_and_no_index(source):
-    with Server() as s3, s3.bucket("lost") as bucket:
+def test_export_that_lost_its_claim_leaves_the_files_of_the_other_and_no_index(s3, source):
+    with s3.bucket("lost") as bucket:
 
         def removed(request, forward):
             del bucket[f"model/{CLAIM}"]
@@ -135,8 +142,8 @@ def test_export_that_lost_its_claim_leaves_the_files_of_the_other_and_no_index(s
 
 
 @pytest.mark.parametrize("claim", ["dead", "elsewhere", "hostile", "damaged"])
-def test_claim_that_was_left_behind_never_removes_a_whole_model(source, claim):
-    with Server() as s3, s3.bucket("left") as bucket:
+def test_claim_that_was_left_behind_never_removes_a_whole_model(s3, source, claim):
+    with s3.bucket("left") as bucket:
         report = xc.export(source, "s3://left/model", max_shard_bytes=300_000, storage_options=s3.options)
         before = bucket.objects()
         here = Holder.here()

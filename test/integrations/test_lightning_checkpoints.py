@@ -2,8 +2,6 @@
 
 import io
 import os
-import subprocess
-import sys
 import zipfile
 
 import lightning as L
@@ -12,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 
 import torch_xla_ckpt as xc
-from support import lightning_modules
+from support import interpreters, lightning_modules
 from support.lightning_modules import (
     InConfigure,
     Net,
@@ -102,9 +100,7 @@ trainer.save_checkpoint(sys.argv[1])
 
 def run_without_this_package(program, tmp_path, *arguments):
     write_plain_modules(tmp_path)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = interpreters.run(["-c", program, *arguments], env={"PYTHONPATH": str(tmp_path)}, modules=interpreters.STOCK)
     assert not done.returncode, done.stderr
 
 

@@ -7,6 +7,7 @@ import random
 import shutil
 import threading
 import time
+import types
 import warnings
 
 import numpy as np
@@ -20,6 +21,7 @@ from support.meshes import holds, mesh, put
 from support.runs import save_steps, state
 from support.s3 import Server
 from support.training import Training, on_host
+from torch_xla_ckpt.manager import agreement, saves
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -68,6 +70,34 @@ def test_idle_saves_the_step_after_the_last_save_has_ended(tmp_path, monkeypatch
         manager.wait()
         assert manager.save_async(20, state(20))
     assert manager.all_steps() == [0, 20]
+
+
+def test_idle_judges_an_async_save_by_async_saves_and_not_by_a_synchronous_one(tmp_path, monkeypatch):
+    """A program saves its first step with ``save``, which blocks for the whole save."""
+    now = 0.0
+    clock = types.SimpleNamespace(perf_counter=lambda: now, monotonic=lambda: now)
+    monkeypatch.setattr(saves, "time", clock)
+    monkeypatch.setattr(agreement, "time", clock)
+    saved = saves.api.save
+
+    def slow(*args, **options):
+        nonlocal now
+        now += 5.0
+        return saved(*args, **options)
+
+    monkeypatch.setattr(saves.api, "save", slow)
+    with xc.CheckpointManager(tmp_path, when=xc.when.Idle(seconds=1, blocking=0.01)) as manager:
+        assert manager.save(0, state(0), force=True)
+        now += 1.0
+        assert manager.save_async(1, state(1))
+        manager.wait()
+        now += 10.0
+        assert not manager.save(2, state(2))
+        now += 489.0
+        assert not manager.save(3, state(3))
+        now += 1.0
+        assert manager.save(4, state(4))
+    assert manager.all_steps() == [0, 1, 4]
 
 
 @pytest.mark.slow
@@ -235,7 +265,7 @@ def test_next_call_raises_the_error_of_a_failed_async_save(tmp_path, then, monke
 
 def test_damaged_step_is_skipped_with_a_warning_that_says_why(tmp_path, caplog):
     with xc.CheckpointManager(tmp_path, 1) as manager:
-        save_steps(manager, *range(1, 7))
+        save_steps(manager, *range(1, 8))
     (data,) = (file for file in (tmp_path / "3").iterdir() if file.suffix == ".distcp")
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1  # found when it is read
@@ -243,18 +273,20 @@ def test_damaged_step_is_skipped_with_a_warning_that_says_why(tmp_path, caplog):
     next((tmp_path / "4").glob("*.distcp")).unlink()
     next((tmp_path / "5").glob("manifest-*")).write_text("{}")
     (tmp_path / "6" / ".metadata").write_bytes(b"")
+    (tmp_path / "7" / ".metadata").unlink()
     with xc.CheckpointManager(tmp_path, 1, max_to_keep=1) as manager:
         target = state(-1)
         assert manager.restore_latest(target) == 2 and target["n"] == 2
         assert manager.all_steps() == [1, 2]
-        for step, why in ((3, "checksum"), (4, "is missing or too short"), (5, "manifest"), (6, "metadata")):
+        reasons = {3: "checksum", 4: "is missing or too short", 5: "manifest", 6: "metadata", 7: ".metadata is missing"}
+        for step, why in reasons.items():
             (text,) = [record.getMessage() for record in caplog.records if f"step {step} of" in record.getMessage()]
             assert "is skipped, because it is damaged" in text and why in text, text
         assert [verdict.step for verdict in manager.plan_retention() if not verdict.kept] == [1]
-        manager.save(7, state(7))
+        manager.save(8, state(8))
         manager.wait()
-        assert manager.all_steps() == [7]
-    for step in (4, 5, 6):
+        assert manager.all_steps() == [8]
+    for step in (4, 5, 6, 7):
         assert (tmp_path / str(step)).exists()  # a damaged step stays for the user to look at
 
 

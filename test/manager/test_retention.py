@@ -8,6 +8,7 @@ import torch.distributed.checkpoint as dcp
 
 import torch_xla_ckpt as xc
 from support.runs import save_steps, state
+from torch_xla_ckpt.manager.deletion import StepDeletion
 from torch_xla_ckpt.storage import files
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -125,8 +126,8 @@ def test_failed_deletion_is_repeated_and_reported(tmp_path, monkeypatch, caplog)
 def test_leftovers_of_unfinished_saves_and_deletions_are_deleted_and_nothing_else(tmp_path):
     with xc.CheckpointManager(tmp_path, 1) as manager:
         save_steps(manager, 1, 2, 3)
-    (tmp_path / "1" / ".metadata").unlink()  # a deletion that broke off
-    (tmp_path / "2" / ".metadata").unlink()
+        for step in (1, 2):  # deletions that broke off
+            StepDeletion(manager._run.steps).retire(step)
     (tmp_path / "2" / "notes.txt").write_text("mine")
     (tmp_path / "9").mkdir()
     (tmp_path / "9" / "__0_0.distcp").write_bytes(b"")  # another program may be about to commit this
@@ -137,6 +138,48 @@ def test_leftovers_of_unfinished_saves_and_deletions_are_deleted_and_nothing_els
         assert manager.all_steps() == [3, 4] and not (tmp_path / "1").exists()
         assert (tmp_path / "2" / "notes.txt").exists() and (tmp_path / "9" / "__0_0.distcp").exists()
         assert len(list((tmp_path / "2").iterdir())) > 1
+
+
+def test_a_step_that_has_lost_only_its_metadata_is_named_and_stays(tmp_path, caplog):
+    with xc.CheckpointManager(tmp_path, 1) as manager:
+        save_steps(manager, 1, 2)
+    (tmp_path / "1" / ".metadata").rename(tmp_path / "copy")
+    (row,) = [row for row in xc.inspect(tmp_path).steps if row.step == 1]
+    assert row.kind == "damaged" and "all other files of the committed save" in row.flaw
+    files = sorted((tmp_path / "1").iterdir())
+    with xc.CheckpointManager(tmp_path, 1, max_to_keep=1) as manager:
+        save_steps(manager, 3)
+        assert manager.all_steps() == [3] and sorted((tmp_path / "1").iterdir()) == files
+        assert caplog.text.count("1 has lost its .metadata, and all other files of the committed save") == 1
+    (tmp_path / "copy").rename(tmp_path / "1" / ".metadata")
+    with xc.CheckpointManager(tmp_path, 1) as manager:
+        found = state(0)
+        manager.restore(1, found)
+        assert found["n"] == 1 and manager.all_steps() == [1, 3]
+
+
+def test_a_commit_that_cannot_be_deleted_keeps_no_mark_of_a_deletion(tmp_path, monkeypatch):
+    def unlink(path):
+        if str(path).endswith(".metadata"):
+            raise PermissionError("not now")
+        os.remove(path)
+
+    with xc.CheckpointManager(tmp_path, 1) as manager:
+        save_steps(manager, 1)
+        before = sorted((tmp_path / "1").iterdir())
+        monkeypatch.setattr(files.os, "unlink", unlink)
+        with pytest.raises(PermissionError):
+            StepDeletion(manager._run.steps).retire(1)
+        assert sorted((tmp_path / "1").iterdir()) == before
+
+
+def test_steps_with_nan_are_deleted_without_a_word_of_missing_metrics(tmp_path, caplog):
+    with xc.CheckpointManager(tmp_path, 1) as manager:
+        for step, loss in enumerate([1.0, float("nan"), float("nan"), float("nan")]):
+            save_steps(manager, step, metrics={"loss": loss})
+    with xc.CheckpointManager(tmp_path, 1, keep=xc.keep.Latest(1) | xc.keep.Best(1, "loss")) as manager:
+        save_steps(manager, 4, metrics={"loss": float("nan")})
+        assert manager.all_steps() == [0, 4] and "all steps are kept" not in caplog.text
 
 
 def test_nothing_is_deleted_while_no_step_has_the_metric_of_a_policy(tmp_path, caplog):

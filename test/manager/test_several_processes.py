@@ -15,6 +15,7 @@ SCENARIOS = [
     "one_is_told_to_end",
     "random_generators_are_each_processes_own",
     "what_fails_on_one_is_raised_on_all",
+    "what_one_cannot_copy_is_left_out_by_all",
 ]
 
 
@@ -22,3 +23,7 @@ SCENARIOS = [
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_on_several_ranks(tmp_path, scenario, world):
     hosts.run(world, scenario, tmp_path)
+
+
+def test_on_ranks_that_are_in_different_numbers_of_groups(tmp_path):
+    hosts.run(3, "groups_of_which_one_rank_has_more", tmp_path)

@@ -237,6 +237,7 @@ def test_restore_latest_raises_if_the_only_step_lost_files(tmp_path, gone, caplo
 def test_warning_names_unfinished_folders_if_a_run_has_no_committed_step(tmp_path, caplog):
     fill(manager(tmp_path), 3)
     (tmp_path / "3" / ".metadata").unlink()
+    next((tmp_path / "3").glob("manifest-*")).unlink()
     with manager(tmp_path) as reading:
         assert newest(reading) is None
     assert "has no committed step" in caplog.text and ": 3" in caplog.text

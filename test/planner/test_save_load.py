@@ -629,4 +629,4 @@ def test_tensors_are_saved_and_loaded_without_spmd(tmp_path):
         xc.load(target, {str(tmp_path)!r})
         assert torch.equal(target["t"].cpu(), tensor.cpu()) and target["s"].item() == 2.0
     """
-    interpreters.run(["-c", program], xla=True).check_returncode()
+    interpreters.run(["-c", program], modules=interpreters.XLA).check_returncode()

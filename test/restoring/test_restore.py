@@ -16,6 +16,7 @@ import torch_xla.distributed.spmd as xs
 from torch_xla.experimental.distributed_checkpoint import SPMDSavePlanner
 
 import torch_xla_ckpt as xc
+from support import interpreters
 from support.meshes import holds, mesh, settle, spec_of
 from support.paths import environment
 
@@ -152,11 +153,12 @@ def test_fused_optimizers_of_host_models(tmp_path):
 
 def test_host_memory_holds_one_tensor_and_the_budget_beside_the_shards(tmp_path):
     """Virtual devices keep their shards in host memory: the state itself is there once, and little more."""
-    program = [sys.executable, "-m", "support.restore_memory"]
+    saved = interpreters.run(["-m", "support.restore_memory", "save", tmp_path], modules=interpreters.XLA)
+    assert saved.returncode == 0, saved.stderr
     # glibc keeps what was freed for later; what is in use is what counts here.
     env = environment(MALLOC_MMAP_THRESHOLD_=str(1 << 20))
-    subprocess.run([*program, "save", str(tmp_path)], env=env, check=True, timeout=100)
-    done = subprocess.run([*program, "restore", str(tmp_path)], env=env, check=True, timeout=100, capture_output=True)
+    program = [sys.executable, "-m", "support.restore_memory", "restore", str(tmp_path)]
+    done = subprocess.run(program, env=env, check=True, timeout=100, capture_output=True)
     measured = json.loads(done.stdout.splitlines()[-1])
     one_tensor, budget, program_itself = 16, 16, 32
     assert measured["state"] == 288 <= measured["remains"] + 1

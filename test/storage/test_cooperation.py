@@ -41,6 +41,7 @@ SCENARIOS = [
     "one_reader_fails",
     "damaged_bytes",
     "short_messages",
+    "loads_in_threads_do_not_cross",
     "replaced_while_read",
     "wishes_differ",
     "by_itself",

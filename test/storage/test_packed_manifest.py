@@ -4,7 +4,6 @@ import base64
 import contextlib
 import copy
 import json
-import os
 import pickle
 import re
 import subprocess
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import torch_xla_ckpt as xc
+from support import interpreters
 from support.boxes import tilings
 from support.cuts import CutAccess, grid
 from support.paths import TEST
@@ -108,6 +108,7 @@ def test_other_boxes_than_the_saved_ones_are_restored(saved):
     assert planner.report.outcomes["model.w"].resharded
 
 
+@pytest.mark.slow
 def test_a_process_without_this_package_reads_the_metadata(saved):
     program = f"""
 import pickle
@@ -118,8 +119,9 @@ assert type(metadata) is Metadata and len(metadata.state_dict_metadata["model.w"
 assert len(metadata.storage_data) == 3 * 96 + 2 and MetadataIndex("step") in metadata.storage_data
 assert b"torch_xla_ckpt" not in open({str(saved / ".metadata")!r}, "rb").read()[:-67]
 """
-    environment = {**os.environ, "PYTHONPATH": ""}
-    subprocess.run([sys.executable, "-c", program], check=True, cwd="/", env=environment)
+    options = {"env": {"PYTHONPATH": ""}, "modules": interpreters.STOCK, "cwd": "/"}
+    done = interpreters.run(["-c", program], **options)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_reader_in_format_md_reads_packed_tensors_with_numpy_alone(tmp_path):

@@ -2,11 +2,8 @@
 
 import copy
 import dataclasses
-import os
 import pickle
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 import torch_xla_ckpt as xc
+from support import interpreters
 
 pytestmark = pytest.mark.slow
 
@@ -82,7 +80,9 @@ with open({str(tmp_path / "pickle")!r}, "rb") as file:
 assert type(metadata) is Metadata and set(metadata.state_dict_metadata) == {{"a", "b.c", "b.n"}}
 """
     if protocol in (2, pickle.HIGHEST_PROTOCOL):  # a process each takes seconds
-        subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""})
+        options = {"env": {"PYTHONPATH": ""}, "modules": interpreters.STOCK, "cwd": tmp_path}
+        done = interpreters.run(["-c", program], **options)
+        assert done.returncode == 0, done.stderr
     assert type(pickle.loads(data)) is Metadata
 
 

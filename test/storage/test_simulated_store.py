@@ -23,7 +23,7 @@ from support.simulated_store import (
     asks,
     count,
 )
-from torch_xla_ckpt.storage import remote, retries, stragglers
+from torch_xla_ckpt.storage import chunk_bytes, read_bytes, remote, retries, stragglers
 from torch_xla_ckpt.storage.deadline import together
 from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.location import Location
@@ -44,7 +44,7 @@ def impatient(monkeypatch):
     """Pauses are short, and late answers are noticed early."""
     monkeypatch.setattr(retries, "FIRST_PAUSE", 0.001)
     monkeypatch.setattr(retries, "LONGEST_PAUSE", 0.002)
-    monkeypatch.setattr(stragglers, "STALLED", 0.3)
+    monkeypatch.setattr(stragglers, "STALLED", 1.0)
 
 
 def host_state(seed=0, tensors=6, rows=512):
@@ -68,6 +68,14 @@ def loaded(store, state, **options):
 
 def data_names(store):
     return [name for name in store.names(RUN) if name.endswith(".distcp")]
+
+
+def require_no_thread(name):
+    """Check that threads of this name have ended, or do so at once."""
+    for thread in threading.enumerate():
+        if thread.name.startswith(name):
+            thread.join(10)
+            assert not thread.is_alive(), thread
 
 
 # There and back, and the number of requests.
@@ -107,6 +115,80 @@ def test_data_is_put_and_read_by_many_requests_at_the_same_time(store):
         assert arrived.is_set() and len(met) >= 3
 
 
+def test_objects_have_different_sizes_and_each_is_read_by_one_request(store):
+    """Requests of one size that begin together end together, and the link is idle while their answers are handled."""
+    state = host_state(tensors=48)
+    with store.recorded() as requests:
+        save(store, state)
+    sizes = [request.nbytes for request in requests if request.name.endswith(".distcp")]
+    assert sorted(size // MIB for size in sizes) == 8 * [4] + 5 * [8] + 2 * [12]
+    assert all(len(store[f"{RUN}/{name}"]) // MIB == 4 for name in data_names(store) if int(name.split("-")[0][4:]) > 6)
+    with store.recorded() as requests:
+        loaded(store, state)
+    assert sorted(request.nbytes for request in requests if request.name.endswith(".distcp")) == sorted(sizes)
+
+
+def test_data_is_fetched_while_the_save_begins(store):
+    """The save cannot begin before data has been fetched, and puts no data before it has begun."""
+    fetched = threading.Event()
+
+    class Planner(xc.SPMDSavePlanner):
+        def resolve_data(self, item):
+            fetched.set()
+            return super().resolve_data(item)
+
+    state = host_state(tensors=8)
+    began = []
+
+    def data_put(request):
+        if request.operation == "put" and request.name.endswith(".distcp"):
+            began.append(any(name.startswith("lease-") for name in store.names(RUN)))
+        return False
+
+    writer = xc.ShardWriter(store.url(RUN), storage_options=store.options)
+    with store.failing(Fault(until=fetched), asks("get", ".metadata")) as held, store.failing(REFUSED, data_put):
+        torch.distributed.checkpoint.save(state, storage_writer=writer, planner=Planner(), no_dist=True)
+    assert held and began and all(began)
+    loaded(store, state)
+
+
+def test_all_objects_are_requested_while_the_first_is_still_being_checked(store, monkeypatch):
+    state = host_state(tensors=24)
+    save(store, state)
+    objects, asked, all_asked = len(data_names(store)), set(), threading.Event()
+
+    def data_get(request):
+        if request.name.endswith(".distcp"):
+            asked.add(request.name)
+            if len(asked) == objects:
+                all_asked.set()
+        return False
+
+    deliver = read_bytes.JobReader.deliver
+
+    def held(self, fetched):
+        assert all_asked.wait(60)
+        return deliver(self, fetched)
+
+    monkeypatch.setattr(read_bytes.JobReader, "deliver", held)
+    with store.failing(REFUSED, data_get):
+        loaded(store, state, threads=3)
+
+
+def test_chunks_go_to_the_devices_in_the_memory_that_they_were_read_into(store, monkeypatch):
+    hosts = host_state(tensors=8)
+    state = {key: put(host, mesh((8,)), ("a", None)) for key, host in hosts.items()}
+    save(store, state)
+    target = {key: put(torch.zeros_like(host), mesh((8,)), ("a", None)) for key, host in hosts.items()}
+
+    def copied(*_):
+        raise AssertionError("a chunk was copied")
+
+    monkeypatch.setattr(chunk_bytes.ChunkBytes, "copy_region", copied)
+    xc.load(target, store.url(RUN), storage_options=store.options)
+    assert all(holds(target[key], host) for key, host in hosts.items())
+
+
 def test_the_number_of_requests_is_bounded_and_reported(store):
     state = {**host_state(tensors=24), **{f"small{n}": torch.full((3,), float(n)) for n in range(2000)}}
     with store.recorded() as requests:
@@ -130,7 +212,7 @@ def test_every_number_of_threads_saves_and_loads_the_same(store, threads):
     state = host_state(tensors=12)
     save(store, state, threads=threads)
     loaded(store, state, threads=threads)
-    assert len(data_names(store)) == (1 if threads == 1 else 3)
+    assert len(data_names(store)) == (1 if threads == 1 else 4)
 
 
 def test_data_in_flight_stays_within_the_memory_budget(store):
@@ -301,6 +383,42 @@ def test_a_first_save_that_cannot_progress_leaves_nothing_visible(store, impatie
         loaded(store, host_state(tensors=24))
 
 
+LATE = {
+    "lease": asks("put", "lease-*"),
+    "version": asks("get", ".metadata"),
+    "late object": asks("put", "__0_14-*"),
+    "manifest": asks("put", "manifest-*"),
+    "commit": asks("put", ".metadata"),
+}
+
+
+@pytest.mark.parametrize("failing", LATE)
+def test_a_request_that_fails_while_others_run_leaves_nothing_visible_and_no_thread(store, impatient, failing):
+    with store.failing(REFUSED, LATE[failing]) as met, pytest.raises(xc.CheckpointError, match="closed today"):
+        save(store, host_state(tensors=48))
+    assert met and ".metadata" not in store.names(RUN)
+    require_no_thread("ShardWriter")
+    with pytest.raises(xc.CheckpointError, match="no checkpoint"):
+        loaded(store, host_state())
+    save(store, host_state(1))
+    loaded(store, host_state(1))
+    assert len(store.names(RUN)) == 2 + len(data_names(store))
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["refused", "damaged"])
+def test_an_object_that_fails_while_others_are_delivered_fails_the_load_and_leaves_no_thread(store, damaged):
+    state = host_state(tensors=24)
+    save(store, state)
+    last = max(data_names(store))
+    if damaged:
+        data = store[f"{RUN}/{last}"]
+        store[f"{RUN}/{last}"] = data[:-MIB] + bytes(MIB)
+    refused = asks("get", "nothing" if damaged else last)
+    with store.failing(REFUSED, refused), pytest.raises(xc.CheckpointError, match="damaged" if damaged else "closed"):
+        loaded(store, state)
+    require_no_thread("ShardReader")
+
+
 def test_a_failed_listing_at_the_beginning_fails_the_save(store, impatient):
     """The listing is made while data is written already."""
     with store.failing(REFUSED, asks("list"), times=1), pytest.raises(xc.CheckpointError, match="closed today"):
@@ -333,7 +451,8 @@ def test_a_backend_that_takes_only_bytes_gets_bytes_and_a_cut_object_is_not_comm
     async def pipe_file(filesystem, path, value, **options):
         if fault == "refuses views of memory" and not isinstance(value, bytes):
             raise TypeError("bytes, please")
-        await real(filesystem, path, value if isinstance(value, bytes) else value[:100], **options)
+        is_whole = fault == "refuses views of memory" or not path.endswith(".distcp")
+        await real(filesystem, path, value if is_whole else value[:100], **options)
 
     monkeypatch.setattr(SimulatedFileSystem, "_pipe_file", pipe_file)
     if fault == "refuses views of memory":
@@ -343,6 +462,35 @@ def test_a_backend_that_takes_only_bytes_gets_bytes_and_a_cut_object_is_not_comm
         with pytest.raises(xc.CheckpointError, match="cannot be seen whole"):
             save(store, host_state())
         assert ".metadata" not in store.names(RUN)
+
+
+@pytest.mark.parametrize("name, times", [("manifest-", 1), (".metadata", 1), (".metadata", 1000)])
+def test_a_cut_manifest_or_commit_is_noticed(store, monkeypatch, name, times):
+    real, cut = SimulatedFileSystem._pipe_file, []
+    left = 0
+
+    async def pipe_file(filesystem, path, value, **options):
+        nonlocal left
+        if name in path and left:
+            left -= 1
+            cut.append(path)
+            value = value[: len(value) // 2]
+        await real(filesystem, path, value, **options)
+
+    monkeypatch.setattr(SimulatedFileSystem, "_pipe_file", pipe_file)
+    save(store, host_state(0))
+    before = set(store.names(RUN))
+    left = times
+    if name == ".metadata" and times == 1:  # put again
+        save(store, host_state(1))
+        loaded(store, host_state(1))
+        assert len(cut) == 1
+    else:
+        with pytest.raises(xc.CheckpointError, match=f"kept .*{name}.* called"):
+            save(store, host_state(1))
+        assert before <= set(store.names(RUN))
+        if name != ".metadata":
+            loaded(store, host_state(0))
 
 
 # Two programs.
@@ -409,6 +557,7 @@ def test_files_of_a_save_that_is_alive_stay(store, caplog):
     class Interrupted(xc.SPMDSavePlanner):
         def finish_plan(self, plan):
             plan = super().finish_plan(plan)
+            writer._beginning.wait()
             xc.save(host_state(5), storage_writer=other)
             return plan
 

@@ -1,14 +1,13 @@
 """Calls of the command line ``xc``, in this process and in others."""
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass
 
 from click.testing import CliRunner
 from jsonschema import Draft202012Validator
 
-from support.paths import ROOT, environment
+from support import interpreters
+from support.paths import ROOT
 from torch_xla_ckpt.cli.program import xc
 
 
@@ -44,8 +43,8 @@ def call(*arguments, **variables):
     return answer
 
 
-def start(*arguments, python=sys.executable, text=True, **variables):
+def start(*arguments, **variables):
     """Run a command in a process of its own, with its output in pipes."""
-    command = [python, "-m", "torch_xla_ckpt", *(str(one) for one in arguments)]
-    done = subprocess.run(command, capture_output=True, text=text, env=environment(**variables), timeout=120)
+    command = ["-m", "torch_xla_ckpt", *arguments]
+    done = interpreters.run(command, env=variables)
     return Answer(done.returncode, done.stdout, done.stderr)

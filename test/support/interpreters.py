@@ -5,7 +5,8 @@ process leaves the server's loop and runs the program in its main module. Its in
 for threads, calls ``atexit`` functions, and turns exceptions into an exit status. A process of ``multiprocessing``
 does none of that (``support.programs`` is enough for programs that are killed).
 
-Run as a script, this file is the server: ``python -m support.interpreters MODULE...``, with the modules to import.
+A server that imports more modules is a fork of the one that imports fewer. Run as a script, this file is the first
+server of a Python: ``python -m support.interpreters MODULE...``, with the modules to import. It runs on every torch.
 """
 
 import atexit
@@ -24,20 +25,26 @@ import time
 if __name__ != "__main__":
     from support.paths import environment
 
-HOST = ("torch", "torch.distributed.checkpoint", "torch_xla_ckpt")
+STOCK = ("torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor")
+HOST = (*STOCK, "torch_xla_ckpt")
 XLA = (*HOST, "torch_xla", "torch_xla.distributed.spmd", "torch_xla.runtime")
+SMALLER = {XLA: HOST, HOST: STOCK}
 
 
-def run(arguments, *, env=None, xla=False, timeout=120):
+def run(arguments, *, env=None, modules=HOST, python=sys.executable, cwd=None, timeout=120):
     """Run a program to its end, as ``subprocess.run`` does that captures text.
 
     Args:
-        arguments: what follows ``python`` on a command line: ``["-c", source, ...]`` or ``["-m", module, ...]``.
-        env: environment variables. Those that the interpreter or torch read at the start have no effect.
-        xla: whether the program uses XLA devices.
+        arguments: what follows ``python`` on a command line: ``["-c", source, ...]``, ``["-m", module, ...]``, or a
+            file and its arguments.
+        env: environment variables besides those of ``environment()``. Of those that the interpreter or torch read at
+            the start, only ``PYTHONPATH`` has an effect.
+        modules: what is imported before the program starts: ``STOCK``, ``HOST`` or ``XLA``.
+        python: the Python that runs the program; default: this one.
+        cwd: the program's working directory; default: this process's.
         timeout: seconds until a hanging program is killed, and ``subprocess.TimeoutExpired`` is raised.
     """
-    program = Program(arguments, env=env, xla=xla)
+    program = Program(arguments, env=env, modules=modules, python=python, cwd=cwd)
     output, errors = program.communicate(timeout=timeout)
     return subprocess.CompletedProcess(arguments, program.returncode, output, errors)
 
@@ -45,13 +52,17 @@ def run(arguments, *, env=None, xla=False, timeout=120):
 class Program:
     """A running program, with what tests use of ``subprocess.Popen``. Its arguments are those of ``run``."""
 
-    def __init__(self, arguments, *, env=None, xla=False):
+    def __init__(self, arguments, *, env=None, modules=HOST, python=sys.executable, cwd=None):
         self._arguments = arguments
         self.returncode = None
         (self.stdin, self.stdout, self.stderr, self._status), theirs = _pipes()
-        request = {"arguments": list(map(str, arguments)), "environment": {**environment(), **(env or {})}}
+        request = {
+            "arguments": list(map(str, arguments)),
+            "environment": {**environment(), **(env or {})},
+            "cwd": str(cwd or os.getcwd()),
+        }
         try:
-            _server(XLA if xla else HOST).send(request, theirs)
+            _server(python, modules).send(request, theirs)
         finally:
             for descriptor in theirs:
                 os.close(descriptor)
@@ -102,33 +113,33 @@ def _pipes():
 
 
 class _Server:
-    def __init__(self, modules):
-        ours, theirs = socket.socketpair()
-        # One thread of each library: forking would lose the others.
-        env = environment(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", PYTHONWARNINGS="ignore")
-        command = [sys.executable, "-m", "support.interpreters", *modules]
-        self._process = subprocess.Popen(command, env=env, stdin=theirs)
-        theirs.close()
-        self._socket = ours
-        atexit.register(self.close)
+    def __init__(self, python, modules):
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            if modules in SMALLER:
+                _server(python, SMALLER[modules]).send({"modules": modules}, [theirs.fileno()])
+            else:
+                # One thread of each library: forking would lose the others.
+                env = environment(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", PYTHONWARNINGS="ignore")
+                process = subprocess.Popen([python, "-m", "support.interpreters", *modules], env=env, stdin=theirs)
+                atexit.register(process.wait)
+        atexit.register(self._socket.close)
 
     def send(self, request, descriptors):
         socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
 
-    def close(self):
-        self._socket.close()
-        self._process.wait()
-
 
 @functools.cache
-def _server(modules):
-    return _Server(modules)
+def _server(python, modules):
+    return _Server(python, modules)
 
 
 def _next_program(modules):
     """Fork for every request, and return in the forked process: its arguments. The server itself exits here."""
     for module in modules:
         importlib.import_module(module)
+    own = os.environ["PYTHONPATH"].split(os.pathsep)
+    path = [entry for entry in sys.path[1:] if entry not in own]
     requests = socket.socket(fileno=os.dup(0))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the monitors
     while True:
@@ -136,11 +147,16 @@ def _next_program(modules):
         if not message:
             os._exit(0)
         if os.fork() == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            requests.close()
             request = json.loads(message)
+            requests.close()
+            if "modules" in request:  # become the server that imports more
+                requests = socket.socket(fileno=descriptors.pop())
+                for module in request["modules"]:
+                    importlib.import_module(module)
+                continue
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             if (pid := os.fork()) == 0:
-                _become(request, descriptors)
+                _become(request, descriptors, path)
                 return request["arguments"]
             _monitor(pid, descriptors)
         for descriptor in descriptors:
@@ -157,15 +173,22 @@ def _monitor(pid, descriptors):
     os._exit(0)
 
 
-def _become(request, descriptors):
-    """Take the pipes and the environment of a program."""
+def _become(request, descriptors, path):
+    """Take the pipes, the environment, the working directory and the import path of a program."""
     *pipes, status = descriptors
     os.close(status)
     for number, descriptor in enumerate(pipes):
         os.dup2(descriptor, number)
         os.close(descriptor)
+    # The old streams remember whether the server's files can seek.
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(request["environment"])
+    os.chdir(request["cwd"])
+    first = request["arguments"][0]
+    folder = "" if first == "-c" else os.getcwd() if first == "-m" else os.path.dirname(os.path.abspath(first))
+    sys.path[:] = [folder, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *path]
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -173,9 +196,12 @@ if __name__ == "__main__":
     import runpy
 
     arguments = _next_program(sys.argv[1:])
-    if arguments[0] == "-m":
+    if arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
+    elif arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = ["-c", *arguments[2:]]
-        exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
+        sys.argv = arguments
+        runpy.run_path(arguments[0], run_name="__main__")

@@ -1,12 +1,22 @@
 """Where the checkout lies, and environment variables for child processes that import from it."""
 
+import functools
 import os
+import subprocess
 from pathlib import Path
 
 from support.devices import VARIABLES
 
 TEST = Path(__file__).resolve().parents[1]
 ROOT = TEST.parent
+
+
+@functools.cache
+def newer_python() -> str:
+    """Return the Python of an environment with the newest torch, click and rich, without torch_xla and matplotlib."""
+    done = subprocess.run([ROOT / "scripts" / "env", "newer"], stdout=subprocess.PIPE, text=True, timeout=280)
+    assert done.returncode == 0, "scripts/env newer failed"
+    return done.stdout.strip()
 
 
 def environment(**added: str) -> dict[str, str]:

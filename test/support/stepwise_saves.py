@@ -20,6 +20,7 @@ def steps_of(path, options, value, rank=None):
     yield writer
     plans, metadata = planner.create_global_plan([plan])
     (plan,) = writer.prepare_global_plan(plans)
+    writer._beginning.wait()
     yield writer
     results = writer.write_data(planner.finish_plan(plan), planner).wait()
     yield writer

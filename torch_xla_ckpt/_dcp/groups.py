@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+_lock = threading.Lock()
+_made: Counter[str] = Counter()  # groups made here, by the name of the group whose ranks they have
+
 
 def new_group(of: dist.ProcessGroup | None, timeout: timedelta) -> dist.ProcessGroup:
-    """Create a gloo group with the ranks of ``of``, or of the default group. All of these ranks must call this."""
-    ranks = dist.get_process_group_ranks(of)
-    everyone = len(ranks) == dist.get_world_size()
-    # torch_xla replaces ``dist.new_group`` by a function with fewer options.
-    new = dist.distributed_c10d.new_group
-    return new(ranks, timeout=timeout, backend="gloo", use_local_synchronization=not everyone)
+    """Create a gloo group with the ranks of ``of``, or of the default group. All of these ranks must call this.
+
+    The ranks find each other in the store under the group's name. ``dist.new_group`` makes the name from the number of
+    groups that the process has or has made. This number differs between ranks that are in different groups, and
+    between ranks whose threads make groups in different orders. So the name is made here, from the name of ``of`` and
+    the number of groups that were made of it.
+    """
+    c10d = dist.distributed_c10d
+    parent = c10d._get_default_group() if of is None else of
+    with _lock:
+        _made[parent.group_name] += 1
+        name = f"torch_xla_ckpt/{parent.group_name}/{_made[parent.group_name]}"
+    ranks = dist.get_process_group_ranks(parent)
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        c10d.Backend("gloo"),
+        c10d._get_default_store(),
+        name,  # type: ignore[arg-type, unused-ignore]
+        timeout=timeout,
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    c10d._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
+    return group
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta:

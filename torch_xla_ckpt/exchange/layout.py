@@ -20,6 +20,7 @@ from torch_xla_ckpt.formats import (
     texts_bytes,
     torch_file_of,
 )
+from torch_xla_ckpt.planner import QUANTIZED
 
 _SHOWN = 20  # keys that an error names
 
@@ -124,17 +125,24 @@ def require_dtypes(tensors: Sequence[OutTensor], format: str) -> None:
     """Check that a format has the dtypes of all tensors.
 
     Raises:
-        CheckpointError: naming all keys of the tensors that it lacks.
+        CheckpointError: naming all keys of the tensors that it lacks, and of quantized tensors.
     """
-    if format != "safetensors":
-        return
-    bad = [f"{one.source} ({one.dtype})" for one in tensors if one.dtype not in NAMES]
-    if bad:
-        more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+    if quantized := [one for one in tensors if one.saved in QUANTIZED]:
         raise CheckpointError(
-            f"an export to safetensors has no dtype for {', '.join(bad[:_SHOWN])}{more}. Nothing was written. Leave "
-            'these keys out with exclude=, or pass format="torch"'
+            f"{_shown(quantized)}: quantized, and saved without scales and zero points, so that the values are not "
+            "known. Nothing was written. Leave these keys out with exclude="
         )
+    if format == "safetensors" and (bad := [one for one in tensors if one.dtype not in NAMES]):
+        raise CheckpointError(
+            f"an export to safetensors has no dtype for {_shown(bad)}. Nothing was written. Leave these keys out with "
+            'exclude=, or pass format="torch"'
+        )
+
+
+def _shown(tensors: Sequence[OutTensor]) -> str:
+    """Name some tensors, with their dtypes."""
+    more = f" and {len(tensors) - _SHOWN} more" if len(tensors) > _SHOWN else ""
+    return ", ".join(f"{one.source} ({one.dtype})" for one in tensors[:_SHOWN]) + more
 
 
 def layout_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import secrets
@@ -15,6 +16,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 _NAME = re.compile(r"\.(.*)\.export-[0-9a-f]{8}\.part", re.DOTALL)
+_LONGEST = 200  # bytes of a name that leave room for the rest of a part folder's name: most file systems allow 255
 
 
 def create(parent: Path, target: Path) -> tuple[Path, int | None]:
@@ -28,7 +30,7 @@ def create(parent: Path, target: Path) -> tuple[Path, int | None]:
         The part folder, and the descriptor that holds the lock until it is closed; None if there are no locks.
     """
     while True:
-        folder = parent / f".{target.name}.export-{secrets.token_hex(4)}.part"
+        folder = parent / f".{_label(target)}.export-{secrets.token_hex(4)}.part"
         folder.mkdir()
         try:
             lock = _locked(folder)
@@ -46,7 +48,7 @@ def remove_leftovers(parent: Path, target: Path) -> None:
     with suppress(FileNotFoundError, NotADirectoryError):
         for name in os.listdir(parent):
             found = _NAME.fullmatch(name)
-            if found is None or found[1] != target.name:
+            if found is None or found[1] != _label(target):
                 continue
             with suppress(OSError):
                 lock = _locked(parent / name)
@@ -54,6 +56,12 @@ def remove_leftovers(parent: Path, target: Path) -> None:
                     _undo_move(parent / name, target)
                     shutil.rmtree(parent / name, ignore_errors=True)
                     os.close(lock)
+
+
+def _label(target: Path) -> str:
+    """Return the target's name, or a hash of it where the name of a part folder would be too long for the system."""
+    name = os.fsencode(target.name)
+    return target.name if len(name) <= _LONGEST else hashlib.blake2b(name, digest_size=16).hexdigest()
 
 
 def _undo_move(part: Path, target: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torch_xla_ckpt.coordination import Processes
-from torch_xla_ckpt.manager.active import ActiveSaves
+from torch_xla_ckpt.manager.active import ActiveSaves, Blocked
 
 _MOST_SAVES = 64  # saves that are remembered; earlier ones have ended long ago
 
@@ -26,13 +26,13 @@ class Facts(NamedTuple):
         is_preempted: whether to expect preemption.
         seconds: seconds since the last save began, on the clock of rank 0.
         is_saving: whether a save is under way on any rank.
-        blocked: seconds for which the last call of ``save`` or ``save_async`` held up the slowest rank.
+        blocked: seconds for which the last calls held up the slowest rank.
     """
 
     is_preempted: bool
     seconds: float
     is_saving: bool
-    blocked: float
+    blocked: Blocked
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Agreement:
         self._is_outdated = False  # a save has begun since the exchange was started
         self._is_preempted = False
         self._is_saving = False
-        self._blocked = 0.0
+        self._blocked = Blocked()
 
     @property
     def last(self) -> int | None:
@@ -157,7 +157,8 @@ class Agreement:
             work, result = self._exchange
             self._exchange = None
             work.wait()
-            signalled, seconds, failed, saving, self._blocked = result.tolist()
+            signalled, seconds, failed, saving, *blocked = result.tolist()
+            self._blocked = Blocked(*blocked)
             self._is_preempted = self._is_preempted or bool(signalled)
             with self._lock:
                 self._is_saving = self._is_outdated or bool(saving)
@@ -170,7 +171,7 @@ class Agreement:
             elapsed if self._processes.rank == 0 else 0.0,
             float(failed),
             float(bool(self._active.steps())),
-            self._active.blocked,
+            *self._active.blocked,
         )
         result = torch.tensor(own, dtype=torch.float64)
         work = dist.all_reduce(result, op=dist.ReduceOp.MAX, group=self._processes.group, async_op=True)

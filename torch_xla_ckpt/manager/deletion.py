@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections.abc import Collection
@@ -11,7 +12,9 @@ from torch_xla_ckpt.manager.step_folder import TORCH_XLA_MARKER
 from torch_xla_ckpt.manager.steps import Steps
 from torch_xla_ckpt.protocols import Folder
 from torch_xla_ckpt.serialization import METADATA
-from torch_xla_ckpt.storage import is_checkpoint_file, leftovers
+from torch_xla_ckpt.storage import complete_saves, is_checkpoint_file, leftovers, mark_deleted
+
+logger = logging.getLogger(__name__)
 
 
 class StepDeletion:
@@ -34,7 +37,18 @@ class StepDeletion:
         Raises:
             OSError: the commit is still there.
         """
-        self._steps.folder(step).remove([METADATA])
+        folder = self._steps.folder(step)
+        save_id = self._steps.look(step).save_id
+        marks: list[str] = []
+        if save_id is not None:
+            with suppress(FileNotFoundError):  # another program has removed the folder
+                marks.append(mark_deleted(folder, save_id))
+        try:
+            folder.remove([METADATA])
+        except Exception:
+            with suppress(Exception):
+                folder.remove(marks)
+            raise
         self._steps.forget(step)
         if self._steps.look(step, fresh=True).kind != "unfinished":
             raise OSError(f"{self._steps.at(step)}/{METADATA} is still there after it was deleted")
@@ -74,7 +88,8 @@ class StepDeletion:
     def remove_leftovers(self, step: int) -> bool:
         """Delete what broken-off saves and deletions have left in a folder, if it holds no file of the user's.
 
-        Files of a save that may be running stay, even if another program runs it.
+        Files of a save that may be running stay, even if another program runs it. All files stay if a committed save
+        has lost its ``.metadata`` and nothing else. An error is logged then.
 
         Returns:
             True if something was deleted.
@@ -92,6 +107,16 @@ class StepDeletion:
         entry = listing.pop(clock, None)
         over = leftovers(folder, listing, None if entry is None else entry.modified)
         if not over or self._steps.look(step, fresh=True).kind != "unfinished":
+            return False
+        if complete := complete_saves(folder, listing):
+            logger.error(
+                "%s has lost its %s, and all other files of the committed save %s are there. The step cannot be "
+                "restored, and nothing of it is deleted. Put %s back from a copy, or delete the folder yourself",
+                self._steps.at(step),
+                METADATA,
+                complete[0],
+                METADATA,
+            )
             return False
         _delete(folder, over)
         if not listing.keys() - over:
@@ -113,10 +138,14 @@ class StepDeletion:
 
 
 def _delete(folder: Folder, names: Collection[str]) -> None:
-    """Delete files, manifests last: a manifest shows that the other files belong to a save that is over.
+    """Delete files: data first, manifests last.
+
+    A lease or the mark of a deletion shows that the save is not whole. A manifest shows that its files are not needed.
 
     Raises:
         OSError: some files are still there.
     """
-    folder.remove(sorted(name for name in names if not name.startswith("manifest-")))
-    folder.remove(sorted(name for name in names if name.startswith("manifest-")))
+    data = {name for name in names if name.endswith(".distcp")}
+    manifests = {name for name in names if name.startswith("manifest-")}
+    for batch in (data, set(names) - data - manifests, manifests):
+        folder.remove(sorted(batch))

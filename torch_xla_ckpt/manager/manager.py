@@ -156,7 +156,7 @@ class CheckpointManager(ClosesOnExit):
             CheckpointError: the save failed; or it succeeded, and an earlier async save failed.
         """
         step = _number(step)
-        if not self._is_due(step, force):
+        if not self._is_due(step, force, is_async=False):
             return False
         self._saver.save(SaveRequest(step, state_dict, metrics, metadata))
         return True
@@ -182,7 +182,7 @@ class CheckpointManager(ClosesOnExit):
             CheckpointError: the state cannot be copied, or an earlier async save failed.
         """
         step = _number(step)
-        if not self._is_due(step, force):
+        if not self._is_due(step, force, is_async=True):
             return False
         self._saver.save_async(SaveRequest(step, state_dict, metrics, metadata))
         return True
@@ -351,10 +351,11 @@ class CheckpointManager(ClosesOnExit):
             self._schedule.close()
             self._run.close()
 
-    def _is_due(self, step: int, force: bool) -> bool:
+    def _is_due(self, step: int, force: bool, *, is_async: bool) -> bool:
         if self._is_closed:
             raise CheckpointError("the manager is closed. Create another one to save more steps")
-        return self.should_save(step) or force  # all ranks must ask, even if force is given
+        self._require_own()
+        return self._schedule.is_due(step, is_async) or force  # all ranks must ask, even if force is given
 
     def _require_own(self) -> None:
         if not self._owner.is_here:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch_xla_ckpt.coordination import Processes
 from torch_xla_ckpt.errors import (
@@ -17,6 +17,7 @@ from torch_xla_ckpt.errors import (
 )
 from torch_xla_ckpt.manager.step_folder import StepFolder
 from torch_xla_ckpt.manager.steps import Steps
+from torch_xla_ckpt.manager.uncommitted import lost_commit
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,9 @@ class NewestStep:
             if not found.unfinished or found == before:
                 break
             before = found
-        return found
+        lost = {step: flaw for step in found.unfinished if (flaw := lost_commit(self._steps, step)) is not None}
+        unfinished = tuple(step for step in found.unfinished if step not in lost)
+        return replace(found, unfinished=unfinished, skipped={**lost, **found.skipped})
 
     def _search_once(self) -> _Search:
         numbers = self._steps.numbers()

@@ -14,7 +14,7 @@ from torch_xla_ckpt.manager.keep import Best, KeepLike, Saved, policy
 from torch_xla_ckpt.manager.retention import Retention
 from torch_xla_ckpt.manager.step_folder import Kind
 from torch_xla_ckpt.manager.steps import Steps
-from torch_xla_ckpt.manager.uncommitted import UncommittedStep, uncommitted_steps
+from torch_xla_ckpt.manager.uncommitted import UncommittedStep, lost_commit, uncommitted_steps
 from torch_xla_ckpt.manager.verdicts import Verdict, Verdicts
 from torch_xla_ckpt.storage import Location, verify
 
@@ -138,6 +138,8 @@ class RunFolder:
 
     def _look(self, step: int, record: Record | None) -> RunStep:
         kind = self._steps.look(step).kind
+        if kind == "unfinished" and (lost := lost_commit(self._steps, step)) is not None:
+            return RunStep(step, "damaged", lost, Saved(step), self._listed_bytes(step), record)
         if kind not in ("committed", "damaged"):
             return RunStep(step, kind, None, Saved(step))
         flaw = self._flaw(step)

@@ -85,7 +85,7 @@ class Saver:
         Raises:
             CheckpointError: the save failed; or it succeeded, and an earlier async save failed.
         """
-        number = self._begin(request.step)
+        number, active = self._begin(request.step), self._run.active
         try:
             with self._processes.agreed(f"saving step {request.step} to {self._run.steps.location}"):
                 writer, state = self._prepare(request)
@@ -98,7 +98,7 @@ class Saver:
                     no_dist=self._processes.alone,
                 )
             finally:
-                self._run.active.blocked = writer.timing.returned()
+                active.blocked = active.blocked._replace(save=writer.timing.returned())
         except BaseException:
             self._schedule.failed(number, everywhere=True)
             self._ended(request.step, number, is_saved=False)
@@ -112,7 +112,7 @@ class Saver:
         Raises:
             CheckpointError: the state cannot be copied, or an earlier async save failed.
         """
-        number = self._begin(request.step)
+        number, active = self._begin(request.step), self._run.active
         with ExitStack() as if_refused:
             if_refused.callback(self._ended, request.step, number, is_saved=False)
             if_refused.callback(self._schedule.failed, number)
@@ -121,10 +121,12 @@ class Saver:
             except Exception as error:
                 self._fail_on_all_ranks(error)
             try:
-                handle = api.save_staged(state, writer, self._stager, before_writing=self._wait_for_deletions)
+                handle = api.save_staged(
+                    state, writer, self._stager, before_writing=self._wait_for_deletions, is_read=False
+                )
                 writer.timing.mode = handle.choice.mode
             finally:
-                self._run.active.blocked = writer.timing.returned()
+                active.blocked = active.blocked._replace(save_async=writer.timing.returned())
             if_refused.pop_all()
         handle.upload_completion.add_done_callback(functools.partial(self._uploaded, request.step, number))
 
@@ -176,7 +178,7 @@ class Saver:
         def write(*_: object) -> NoReturn:
             raise error
 
-        self._stager.run(state, write, None)
+        self._stager.run(state, write, None, is_read=False)
         raise error
 
     def _uploaded(self, step: int, number: int, upload: Any) -> None:

@@ -31,12 +31,21 @@ class Schedule:
         self._path = path
         self._agreement = Agreement(processes, preemption.is_signalled, active)
 
-    def is_due(self, step: int) -> bool:
-        """Return whether a policy wants this step saved."""
+    def is_due(self, step: int, is_async: bool | None = None) -> bool:
+        """Return whether a policy wants this step saved.
+
+        Args:
+            step: the step.
+            is_async: whether the save would be an async one, which blocks training for less time. Default: not known;
+                like earlier saves, if ``save_async`` was called before.
+        """
         facts = self._facts(step)
         is_preemption_step = facts.is_preempted and self._agreement.preemption_step in (None, step)  # one is enough
         last = self._agreement.last
-        return self._when.due(Now(step, last, facts.seconds, is_preemption_step, facts.is_saving, facts.blocked))
+        blocked = facts.blocked.save_async
+        if is_async is False or (is_async is None and not blocked):
+            blocked = facts.blocked.save
+        return self._when.due(Now(step, last, facts.seconds, is_preemption_step, facts.is_saving, blocked))
 
     def is_preempted(self, step: int) -> bool:
         """Return whether to expect preemption."""

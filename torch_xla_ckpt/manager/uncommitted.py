@@ -60,6 +60,20 @@ def uncommitted_steps(steps: Steps, journal: Journal) -> tuple[UncommittedStep, 
     return tuple(found)
 
 
+def lost_commit(steps: Steps, step: int) -> str | None:
+    """Return a description of the damage if a step has lost its ``.metadata`` and nothing else; None if it has not."""
+    folder = steps.folder(step)
+    try:
+        complete = complete_saves(folder, folder.listing())
+    except (FileNotFoundError, NotADirectoryError):  # deleted just now
+        return None
+    return (
+        f"{METADATA} is missing, and all other files of the committed save {complete[0]} are there"
+        if complete
+        else None
+    )
+
+
 def _last_events(journal: Journal, numbers: Collection[int]) -> Mapping[int, str]:
     """Return the last event of the journal about the commit of each step."""
     last = {}
@@ -82,8 +96,8 @@ def _flaw(steps: Steps, step: int, listing: Mapping[str, Entry], last: str, *, i
     """
     if last not in ("", "saved"):
         return None
-    if complete := complete_saves(steps.folder(step), listing):
-        return f"{METADATA} is missing, and all other files of the committed save {complete[0]} are there"
+    if (lost := lost_commit(steps, step)) is not None:
+        return lost
     if TORCH_XLA_MARKER in listing:
         return f"{METADATA} is missing, and {TORCH_XLA_MARKER} shows that torch_xla's manager had committed the step"
     if last == "saved" and is_newest:

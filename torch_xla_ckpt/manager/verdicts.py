@@ -93,7 +93,7 @@ class Verdicts:
             numbers = [one.step for one in to_delete]
             unseen = [one.step for one in verdicts if one.kept and one.step not in seen and flaws[one.step] is None]
             without = {step: flaw for step, flaw in flaws.items() if step not in unseen}
-            kept_without = {one.step for one in self._verdicts(without) if one.kept}
+            kept_without = {one.step for one in self._verdicts(without, warn=False) if one.kept}
             look = [step for step in numbers if step not in seen]
             if not kept_without.isdisjoint(numbers):
                 look += unseen[-count:]
@@ -144,11 +144,12 @@ class Verdicts:
         except CheckpointError as error:
             return str(error)
 
-    def _verdicts(self, flaws: Mapping[int, str | None]) -> tuple[Verdict, ...]:
+    def _verdicts(self, flaws: Mapping[int, str | None], *, warn: bool = True) -> tuple[Verdict, ...]:
         """Return the verdicts on steps, ascending.
 
         Args:
             flaws: descriptions of each step's damage; None for a step that counts.
+            warn: name a metric that no step has. False where these are not all steps of the run.
         """
         damaged = {**self._steps.damaged, **{step: flaw for step, flaw in flaws.items() if flaw is not None}}
         whole = sorted(step for step in flaws if step not in damaged)
@@ -156,7 +157,8 @@ class Verdicts:
         wanted = self._keep.wanted(saved, now())
         unknown = [one.metric for one in self._policies if isinstance(one, Best) and not one.ranked(saved)]
         if unknown and len(wanted) < len(whole):  # nobody can tell yet which of them is the best
-            self._name_unknown(unknown[0], saved)
+            if warn:
+                self._name_unknown(unknown[0], saved)
             wanted = {**dict.fromkeys(whole, f"no step has the metric {unknown[0]!r} yet"), **wanted}
         newest = whole[-1] if whole else None
         unwanted = [step for step in whole if step not in wanted and step != newest]

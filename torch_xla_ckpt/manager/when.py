@@ -22,8 +22,8 @@ class Now:
         seconds: seconds since this program began its last save, or since it started; on the clock of rank 0.
         preempted: True if preemption is to be expected and no step has been saved because of it.
         saving: True if a save is under way on any rank.
-        blocked: seconds for which the last call of ``save`` or ``save_async`` held up the slowest rank; 0 before the
-            first call.
+        blocked: seconds for which the last call of the same method, ``save`` or ``save_async``, held up the slowest
+            rank; 0 before the first call.
     """
 
     step: int
@@ -117,7 +117,7 @@ class Idle(When):
     Args:
         seconds: the least time between the beginnings of two saves. Default: 10.
         blocking: the largest share of the training time that saves may block. If the last save blocked training for
-            0.1 seconds, the default of 0.01 waits 10 seconds.
+            0.1 seconds, the default of 0.01 waits 10 seconds. An async save is compared with the last async save.
 
     Raises:
         ValueError: ``seconds`` is negative, or ``blocking`` is not above 0 and at most 1.

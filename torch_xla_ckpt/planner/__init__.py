@@ -21,10 +21,11 @@ from torch_xla_ckpt.planner.policy import (
 )
 from torch_xla_ckpt.planner.reads import ReadPlanner, ReadPlans
 from torch_xla_ckpt.planner.save import SPMDSavePlanner
-from torch_xla_ckpt.planner.saved import paths_of
+from torch_xla_ckpt.planner.saved import QUANTIZED, paths_of
 from torch_xla_ckpt.planner.targets import copy_into
 
 __all__ = [
+    "QUANTIZED",
     "CopyPlanner",
     "Dtype",
     "Missing",

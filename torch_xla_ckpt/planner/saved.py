@@ -11,7 +11,7 @@ from torch_xla_ckpt.serialization import MAX_DEPTH
 from torch_xla_ckpt.state import Path
 
 Saved = TensorStorageMetadata | BytesStorageMetadata
-_QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 
 def paths_of(metadata: Metadata) -> Mapping[str, Path]:
@@ -51,7 +51,7 @@ def in_saved_order(keys: Sequence[str], paths: Mapping[str, Path]) -> list[str]:
 
 def is_quantized(saved: Saved) -> bool:
     """Whether only the integers of a quantized tensor were saved, without its scale and zero point."""
-    return isinstance(saved, TensorStorageMetadata) and saved.properties.dtype in _QUANTIZED
+    return isinstance(saved, TensorStorageMetadata) and saved.properties.dtype in QUANTIZED
 
 
 def describe_saved(saved: Saved) -> str:

@@ -127,6 +127,8 @@ class SPMDStager(ClosesOnExit):
         state: Callable[[], dict[str, Any]],
         write: Callable[[dict[str, Any], dist.ProcessGroup | None, Timeline], Metadata],
         path: PathLike | Location | None,
+        *,
+        is_read: bool = True,
     ) -> AsyncSave:
         """Copy a state now, and write the copy in the stager's thread.
 
@@ -137,6 +139,9 @@ class SPMDStager(ClosesOnExit):
             write: a function that saves the copied state, called in another thread. Its further arguments are the
                 group to coordinate through (None for one process alone) and the timeline to record in.
             path: the checkpoint's folder; None if the storage does not tell it.
+            is_read: whether the caller reads errors from the result. If False, the other ranks learn of an error in
+                ``state`` from their next call, which raises it instead of saving. So the next call of this rank
+                raises it again, and all ranks leave out the same save. Default: True.
 
         Raises:
             CheckpointError: the state cannot be copied; or an earlier save failed, and nobody has read its error.
@@ -145,7 +150,7 @@ class SPMDStager(ClosesOnExit):
         with self._calls:
             self._prepare("beginning an async save" if path is None else f"beginning an async save to {path}")
             save = self._add(Save(self._last_save, self._peers))
-            copied = self._copied(save, state)
+            copied = self._copied(save, state, is_read=is_read)
             upload = Upload()
             staging: Future[None] = Future()
             staging.set_result(None)
@@ -290,7 +295,7 @@ class SPMDStager(ClosesOnExit):
                 self._peers.close()
             self._peers = Peers(self._process_group, self._timeout, doing)
 
-    def _copied(self, save: Save, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def _copied(self, save: Save, state: Callable[[], dict[str, Any]], *, is_read: bool = True) -> dict[str, Any]:
         """Return a copy of the state. If copying fails, the save fails on the other ranks too."""
         try:
             captured = self._capture.take(state(), save.check, self._timeline)
@@ -298,7 +303,7 @@ class SPMDStager(ClosesOnExit):
             if not self._owner.is_here:  # a child that was forked while copying: the save goes on in the parent
                 raise
             failure = error  # ``error`` ends with this block, and the thread needs it later
-            save.is_reported = False
+            save.is_reported = not (is_read or self._peers is None)
             if self._peers is None:
                 save.end()
             else:

@@ -13,7 +13,7 @@ from torch_xla_ckpt.storage.file_names import is_checkpoint_file
 from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.foreign import holds_checkpoint, is_file, read_foreign
 from torch_xla_ckpt.storage.lease import Holder
-from torch_xla_ckpt.storage.leftover_files import complete_saves, leftovers
+from torch_xla_ckpt.storage.leftover_files import complete_saves, leftovers, mark_deleted
 from torch_xla_ckpt.storage.limits import default_threads
 from torch_xla_ckpt.storage.listing import ListedKey, Listing, listing_of, read_listing
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, path_mismatch
@@ -53,6 +53,7 @@ __all__ = [
     "is_file",
     "leftovers",
     "listing_of",
+    "mark_deleted",
     "open_folder",
     "open_reader",
     "open_writer",

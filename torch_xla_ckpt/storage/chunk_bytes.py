@@ -46,14 +46,15 @@ class ChunkBytes:
         """Return the requested region in the buffer's own memory, often with strides.
 
         None if the memory is not aligned for the dtype. Also None for a part of a chunk that is not memory-mapped,
-        because the tensor would keep all of the buffer.
+        because the tensor would keep all of the buffer. Nobody may write to the tensor: its memory may be that of
+        ``bytes``.
         """
         if request.lengths != self.shape and not isinstance(self._view.obj, mmap.mmap):
             return None
         region = self.region(request)
-        if not (region.flags.aligned and region.flags.writeable):
+        if not region.flags.aligned:
             return None
-        return torch.from_numpy(region).view(self.dtype)
+        return torch.from_numpy(np.asarray(_Memory(region))).view(self.dtype)
 
     def region(self, request: ReadItem) -> Elements:
         """Return the requested region in the buffer's own memory, as integers of the same size."""
@@ -65,6 +66,19 @@ class ChunkBytes:
         strides = strides[::-1][: len(self.shape)]
         offset = self._offset + sum(n * stride for n, stride in zip(request.storage_offsets, strides))
         return np.ndarray(request.lengths, self._bits, self._view, offset, strides)
+
+
+class _Memory:
+    """The memory of an array, as if it may be written to: torch has no tensors that only may be read.
+
+    Args:
+        array: the array, whose memory stays as long as this object.
+    """
+
+    def __init__(self, array: Elements):
+        address, _ = array.__array_interface__["data"]
+        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
+        self._array = array
 
 
 def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:

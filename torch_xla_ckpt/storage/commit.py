@@ -22,6 +22,7 @@ import xxhash
 
 from torch_xla_ckpt.errors import CheckpointError, ConcurrentSaveError
 from torch_xla_ckpt.protocols import Bytes, Entry, Folder, Version
+from torch_xla_ckpt.runtime import forks
 from torch_xla_ckpt.serialization import METADATA
 from torch_xla_ckpt.storage.checkpoint_index import read_index
 from torch_xla_ckpt.storage.deadline import start as start_call
@@ -40,10 +41,12 @@ from torch_xla_ckpt.storage.file_names import (
 )
 from torch_xla_ckpt.storage.lease import Lease, ended_saves, live_saves
 from torch_xla_ckpt.storage.manifest import Manifest
-from torch_xla_ckpt.storage.pieces import joined_pieces
+from torch_xla_ckpt.storage.pieces import joined_pieces, whole
 from torch_xla_ckpt.storage.seal import SealedPieces, sealed_save_id
 
 logger = logging.getLogger(__name__)
+
+_COMMITS = 3  # attempts to put .metadata into a store that keeps only a part of it
 
 
 class Survey(NamedTuple):
@@ -72,6 +75,36 @@ class SaveStart:
     version: Version
     lease: Lease
     survey: Future[Survey]
+
+
+class Beginning:
+    """A save that begins, in another thread if its files are in a store.
+
+    Args:
+        begin: begins the save.
+        later: call ``begin`` in another thread, and return before it has ended.
+    """
+
+    def __init__(self, begin: Callable[[], SaveStart], *, later: bool):
+        self._owner = forks.Owner()
+        self._start: Future[SaveStart] = Future()
+        if later:
+            self._start = start_call(begin)
+        else:
+            self._start.set_result(begin())
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the save belongs to the running process; False in children forked from it."""
+        return self._owner.is_here
+
+    def wait(self) -> SaveStart:
+        """Wait until the save has begun.
+
+        Raises:
+            Exception: what ``begin`` raised.
+        """
+        return self._start.result()
 
 
 def begin(folder: Folder, save_id: str, rank: int | None = None) -> SaveStart:
@@ -170,7 +203,7 @@ def publish(
         elif late is None:
             _replace_local(folder, data, temporary, files, rank, start)
         else:
-            _replace_remote(folder, data, temporary, files, rank, start, lambda: _write_manifest(folder, own, late))
+            _replace_remote(folder, data, temporary, files, rank, start, lambda: _put_manifest(folder, own, late))
     except FileChanged as error:
         # A request that is made again, because its answer was lost, finds what it has written itself.
         if not data.is_at(folder.version(name).end):
@@ -192,6 +225,20 @@ def _write_manifest(folder: Folder, name: str, pieces: Iterable[Bytes]) -> tuple
         raise
     folder.flush()
     return size, hasher.digest()
+
+
+def _put_manifest(folder: Folder, name: str, pieces: Iterable[Bytes]) -> None:
+    """Write the manifest to a store.
+
+    Raises:
+        CheckpointError: the store has kept only a part of it.
+    """
+    size, _ = _write_manifest(folder, name, pieces)
+    if (kept := folder.size(name)) != size:
+        raise CheckpointError(
+            f"the checkpoint was not committed: {folder.url} has kept {kept} of {size} bytes of {name}, although it "
+            "called the put a success. Save again"
+        )
 
 
 def _checksum(pieces: Iterable[Bytes]) -> bytes:
@@ -326,7 +373,20 @@ def _replace_remote(
     def check() -> None:
         together([write_manifest, check_files])
 
-    folder.replace(metadata_name(rank), data, temporary, expected=start.version, check=check)
+    name, content = metadata_name(rank), whole(data)
+    expected = start.version
+    for _ in range(_COMMITS):
+        folder.replace(name, [content], temporary, expected=expected, check=check)
+        if folder.size(name) == len(content):
+            return
+        expected = folder.version(name)
+        if sealed_save_id(expected.end) is not None:  # another save has committed after this one
+            return
+    raise CheckpointError(
+        f"{folder.url} has kept only a part of {name} in {_COMMITS} attempts, although it called each put a success. "
+        "There is no checkpoint now. The other files of the checkpoint before it were not removed. Mend the store, and "
+        "save again"
+    )
 
 
 def _require_files(

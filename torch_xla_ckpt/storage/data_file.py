@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 import xxhash
@@ -25,12 +25,14 @@ class DataFiles:
         folder: the checkpoint's folder.
         rank: the rank.
         save_id: the id of the save.
+        before: a function that is called before a file is created. Default: none.
     """
 
-    def __init__(self, folder: Folder, rank: int, save_id: str):
+    def __init__(self, folder: Folder, rank: int, save_id: str, before: Callable[[], object] | None = None):
         self._folder = folder
         self._rank = rank
         self._save_id = save_id
+        self._before = before
         self._count = 0
         self._lock = threading.Lock()
 
@@ -39,7 +41,7 @@ class DataFiles:
         with self._lock:
             name = data_name(self._rank, self._count, self._save_id)
             self._count += 1
-        return DataFile(name, self._folder.create(name, unchanged=True))
+        return DataFile(name, self._folder.create(name, unchanged=True, before=self._before))
 
     def remove(self, files: Iterable[DataFile]) -> None:
         """Remove abandoned files from a store, which may have carried out requests that were answered by an error.

@@ -115,7 +115,16 @@ class LocalFolder(Folder):
         except FileNotFoundError:
             return Version.none()
 
-    def create(self, name: str, *, replaces: bool = False, unchanged: bool = False) -> _LocalSink:
+    def create(
+        self,
+        name: str,
+        *,
+        replaces: bool = False,
+        unchanged: bool = False,
+        before: Callable[[], object] | None = None,
+    ) -> _LocalSink:
+        if before is not None:
+            before()
         return _LocalSink(self._path / name, self._sync)
 
     def put(self, name: str, data: bytes) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.protocols import Entry, Folder
-from torch_xla_ckpt.storage.file_names import lease_name, manifest_name, save_id_of
+from torch_xla_ckpt.storage.file_names import lease_name, manifest_name, save_id_of, temporary_name
 from torch_xla_ckpt.storage.lease import live_saves
 from torch_xla_ckpt.storage.manifest import parsed
 
@@ -42,7 +42,7 @@ def complete_saves(folder: Folder, listing: Mapping[str, Entry]) -> tuple[str, .
     """Return the ids of saves that were committed, in a folder without ``.metadata``, and whose files are all there.
 
     A save writes its manifest before the commit, and removes its lease after the commit. So a manifest without a lease
-    is that of a committed save.
+    is that of a committed save. A save whose deletion has begun does not count: ``mark_deleted`` has marked it.
 
     Args:
         folder: the folder.
@@ -52,8 +52,20 @@ def complete_saves(folder: Folder, listing: Mapping[str, Entry]) -> tuple[str, .
     return tuple(
         save_id
         for save_id in sorted(ids)
-        if lease_name(save_id) not in listing and _has_all_files(folder, listing, manifest_name(save_id))
+        if not {lease_name(save_id), temporary_name(None, save_id)}.intersection(listing)
+        and _has_all_files(folder, listing, manifest_name(save_id))
     )
+
+
+def mark_deleted(folder: Folder, save_id: str) -> str:
+    """Mark a committed save before its ``.metadata`` is deleted. Return the name of the mark.
+
+    The mark is an empty file with the name of the save's temporary ``.metadata``, which is there only before a commit.
+    Without it, a deletion that was interrupted would look like a checkpoint that has lost its ``.metadata``.
+    """
+    mark = temporary_name(None, save_id)
+    folder.put(mark, b"")
+    return mark
 
 
 def _has_all_files(folder: Folder, listing: Mapping[str, Entry], manifest: str) -> bool:

@@ -29,6 +29,42 @@ def default_threads(*, remote: bool) -> int:
     return _REMOTE_THREADS if remote else min(_MOST_THREADS, os.cpu_count() or 1)
 
 
+class ObjectSizes:
+    """The sizes of the objects of a save: half of the mean, the mean, and half more.
+
+    Requests of one size that begin together end together, and then the link is idle while all answers are handled. So
+    sizes change from object to object. The last objects are small: their requests begin when all data has been fetched,
+    and the save waits for them. Larger ones before them make up for that.
+
+    Args:
+        mean: the mean size in bytes.
+        total: bytes of all objects.
+    """
+
+    def __init__(self, mean: int, total: int):
+        self._mean = mean
+        self._total = self._left = total
+        self._count = 0
+
+    def after(self, nbytes: int) -> int:
+        """Return the size of the next object in bytes.
+
+        Args:
+            nbytes: bytes of the object before it; 0 if there is none.
+        """
+        self._left -= nbytes
+        self._count += 1
+        if self._left <= min(4 * self._mean, self._total // 3):
+            halves = 1
+        elif self._left <= 10 * self._mean:
+            halves = 2
+        elif self._left <= 24 * self._mean:
+            halves = 3
+        else:
+            halves = 1 + self._count % 3
+        return min(halves * self._mean // 2, _MOST_BYTES)
+
+
 def request_bytes(total: int, threads: int, memory_budget: int) -> int:
     """Return the bytes to move in one request to a store, so that all threads have work until the end.
 

@@ -6,6 +6,7 @@ import io
 import logging
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
@@ -28,8 +29,31 @@ BAD_CHECKSUM = "the bytes do not match their checksum"
 MISSING = "the file is missing"
 
 
+@dataclass
+class FetchedJob:
+    """A job whose bytes are here, and not checked yet.
+
+    Args:
+        job: the job.
+        items: its items.
+        ranges: for each item, the byte ranges to read.
+        windows: the windows of the files that hold these ranges.
+        numbers: for each item, the number of its window; -1 if the item needs no bytes.
+        views: the bytes of each window.
+        reread: the numbers of windows that were read a second time.
+    """
+
+    job: ReadJob
+    items: Sequence[ItemRead]
+    ranges: Sequence[Sequence[Range]]
+    windows: Sequence[Window]
+    numbers: Sequence[int]
+    views: list[memoryview]
+    reread: set[int] = field(default_factory=set)
+
+
 class JobReader:
-    """Reads jobs, in any thread.
+    """Reads jobs, in any thread: ``fetch`` waits for bytes, and ``deliver`` works with them.
 
     Args:
         folder: the checkpoint's folder.
@@ -50,33 +74,40 @@ class JobReader:
         has_checksums = any(item.stored.checksums is not None for item in items)
         return MAX_GAP if self._folder.remote or has_checksums else 0
 
-    def read(self, job: ReadJob) -> list[ReadResult]:
-        """Read the bytes of a job, check them, and hand them to the target. Return what is still to be committed.
+    def fetch(self, job: ReadJob) -> FetchedJob:
+        """Read the bytes of a job.
 
         Raises:
-            CorruptCheckpointError: bytes are not what was written.
-            UnsafeObjectError: a tensor's item names something that could run code.
+            CorruptCheckpointError: a file is missing.
         """
         items = [item for _, item in job.items]
         gap = self._gap(items)
         ranges = [item.ranges(self._verify, gap) for item in items]
         windows, numbers = windows_of(items, ranges, gap)
         views = self._first_views(job, items, ranges, windows, numbers)
-        reread: set[int] = set()  # numbers of windows that were read a second time
+        return FetchedJob(job, items, ranges, windows, numbers, views)
+
+    def deliver(self, fetched: FetchedJob) -> list[ReadResult]:
+        """Check the bytes of a job, and hand them to the target. Return what is still to be committed.
+
+        Raises:
+            CorruptCheckpointError: bytes are not what was written.
+            UnsafeObjectError: a tensor's item names something that could run code.
+        """
         results: list[ReadResult] = []
-        for item, wanted, number in zip(items, ranges, numbers):
+        for item, wanted, number in zip(fetched.items, fetched.ranges, fetched.numbers):
             if item.stored.inline is not None:
                 results += self._filled(item, item.stored.offset, memoryview(item.stored.inline))
                 continue
             if not wanted:
                 results += self._without_bytes(item)
                 continue
-            self._require_intact(item, wanted, number, windows, views, items, job, reread)
-            results += self._filled(item, windows[number].start, views[number])
+            self._require_intact(item, wanted, number, fetched)
+            results += self._filled(item, fetched.windows[number].start, fetched.views[number])
         return results
 
     def abort(self) -> None:
-        """Let calls of ``read`` in other threads end soon, because the load has failed."""
+        """Let calls in other threads end soon, because the load has failed."""
 
     def _first_views(
         self,
@@ -97,35 +128,24 @@ class JobReader:
         """
         return self._views(windows, items, job)
 
-    def _require_intact(
-        self,
-        item: ItemRead,
-        wanted: Sequence[Range],
-        number: int,
-        windows: Sequence[Window],
-        views: list[memoryview],
-        items: Sequence[ItemRead],
-        job: ReadJob,
-        reread: set[int],
-    ) -> None:
+    def _require_intact(self, item: ItemRead, wanted: Sequence[Range], number: int, fetched: FetchedJob) -> None:
         """Compare bytes of an item with their checksums. Read a window of a store a second time if they differ.
 
         Args:
             item: the item.
             wanted: the byte ranges to check.
             number: the number of the item's window.
-            windows, views: the windows and their bytes. Bytes that are read again are put into ``views``.
-            items, job: the job, and its items.
-            reread: the windows that were read a second time. This window may be added.
+            fetched: the job. Bytes that are read again are put into its views.
 
         Raises:
             CorruptCheckpointError: the bytes are not what was written.
         """
-        damage = self._damage(item, wanted, windows[number], views[number])
-        if damage is not None and self._folder.remote and number not in reread:
-            reread.add(number)
-            (views[number],) = self._views([windows[number]], items, job)
-            first, damage = damage, self._damage(item, wanted, windows[number], views[number])
+        window, views = fetched.windows[number], fetched.views
+        damage = self._damage(item, wanted, window, views[number])
+        if damage is not None and self._folder.remote and number not in fetched.reread:
+            fetched.reread.add(number)
+            (views[number],) = self._views([window], fetched.items, fetched.job)
+            first, damage = damage, self._damage(item, wanted, window, views[number])
             if damage is None:
                 logger.warning(TRANSIT, self._folder.url, first)
         if damage is not None:

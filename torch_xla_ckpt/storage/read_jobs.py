@@ -1,9 +1,17 @@
-"""The threads of a load: they read jobs while the caller's thread commits, within a memory budget."""
+"""The threads of a load, within a memory budget: they fetch and deliver jobs while the caller's thread commits.
+
+A thread that fetches from a store, or from other ranks, mostly waits. So it passes the bytes on to another thread,
+which checks and copies them, and makes its next request. There are as many of the other threads as processor cores.
+From local files, one thread does both.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
 
 from torch_xla_ckpt.protocols import Folder
 from torch_xla_ckpt.storage.progress import Progress
@@ -20,7 +28,8 @@ class JobRunner:
         folder: the checkpoint's folder.
         reader: reads the bytes of a job.
         target: receives the results.
-        threads: number of reading threads.
+        threads: number of fetching threads.
+        delivering: number of threads that deliver what the fetching threads have fetched. 0: the fetching threads do.
         memory_budget: host memory in bytes for what is read and not committed yet.
         progress: the progress bar.
     """
@@ -32,6 +41,7 @@ class JobRunner:
         target: ReadTarget,
         *,
         threads: int,
+        delivering: int,
         memory_budget: int,
         progress: Progress,
     ):
@@ -39,6 +49,7 @@ class JobRunner:
         self._reader = reader
         self._target = target
         self._threads = threads
+        self._delivering = delivering
         self._memory_budget = memory_budget
         self._progress = progress
         self.bytes_read = 0
@@ -47,33 +58,47 @@ class JobRunner:
     def run(self, jobs: Iterator[ReadJob]) -> None:
         """Read all jobs in threads, and commit their results in this thread."""
         used = 0
-        running: dict[Future[list[ReadResult]], ReadJob] = {}
+        running: dict[Future[Any], ReadJob] = {}  # futures of results, or of the futures of results
 
         def commit_finished() -> int:
             freed = 0
             for future in wait(running, return_when=FIRST_COMPLETED).done:
-                job = running.pop(future)
-                freed += job.working_bytes + self._commit(job, future.result())
+                job, result = running.pop(future), future.result()
+                if isinstance(result, Future):
+                    running[result] = job
+                else:
+                    freed += job.working_bytes + self._commit(job, result)
             return freed
 
-        with ThreadPoolExecutor(self._threads, "ShardReader") as pool:
+        with (
+            ThreadPoolExecutor(max(1, self._delivering), "ShardReader-deliver") as deliverers,
+            ThreadPoolExecutor(self._threads, "ShardReader") as pool,  # ends first, because it hands jobs over
+        ):
+            read = functools.partial(self._fetch, deliverers) if self._delivering else self._read
+            most = math.inf if self._delivering else self._threads
             try:
                 for job in jobs:
                     if job.is_tiny and job.round is None and not self._folder.remote:
-                        self._commit(job, self._reader.read(job))
+                        self._commit(job, self._read(job))
                         continue
                     needed = job.buffer_bytes + job.working_bytes
-                    while running and (used + needed > self._memory_budget or len(running) > self._threads):
+                    while running and (used + needed > self._memory_budget or len(running) > most):
                         used -= commit_finished()
                     used += needed
-                    running[pool.submit(self._reader.read, job)] = job
+                    running[pool.submit(read, job)] = job
                 while running:
                     used -= commit_finished()
             except BaseException:
-                for future in running:
-                    future.cancel()
+                deliverers.shutdown(wait=False, cancel_futures=True)
+                pool.shutdown(wait=False, cancel_futures=True)
                 self._reader.abort()
                 raise
+
+    def _read(self, job: ReadJob) -> list[ReadResult]:
+        return self._reader.deliver(self._reader.fetch(job))
+
+    def _fetch(self, deliverers: ThreadPoolExecutor, job: ReadJob) -> Future[list[ReadResult]]:
+        return deliverers.submit(self._reader.deliver, self._reader.fetch(job))
 
     def _commit(self, job: ReadJob, results: Sequence[ReadResult]) -> int:
         """Hand a job's results to the planner. Return the buffer bytes of the tensors that are complete now."""

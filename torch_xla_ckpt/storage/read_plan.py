@@ -211,20 +211,27 @@ def jobs_of(reads: Sequence[KeyReads], remote: bool, job_bytes: int = JOB_BYTES)
     Args:
         reads: the reads of each key.
         remote: whether the bytes of a job are held in memory while it runs. Local files are memory-mapped.
-        job_bytes: bytes of items with which a job ends. Default: ``JOB_BYTES``.
+        job_bytes: bytes of items with which a job ends. From a store, a job of half of them ends with its file, and
+            half more are read to the end of a file. Default: ``JOB_BYTES``.
     """
-    job, size = ReadJob(), 0
+    most = job_bytes * 3 // 2 if remote else job_bytes
+    job, size, file = ReadJob(), 0, ""
     for key_reads in reads:
-        job.buffer_bytes += key_reads.buffer_bytes
         for item in key_reads.items:
-            job.items.append((key_reads, item))
             length = item.stored.extent if item.needed_bytes else 0
+            if remote and size >= job_bytes // 2 and item.stored.relative_path != file:
+                yield job
+                job, size = ReadJob(), 0
+            if item is key_reads.items[0]:
+                job.buffer_bytes += key_reads.buffer_bytes
+            file = item.stored.relative_path
+            job.items.append((key_reads, item))
             size += length
             if not item.is_plain_tensor:
                 job.working_bytes += 2 * length  # unpickling copies the bytes twice
             elif remote:
                 job.working_bytes += length
-            if size >= job_bytes or len(job.items) >= _JOB_ITEMS:
+            if size >= most or len(job.items) >= _JOB_ITEMS:
                 yield job
                 job, size = ReadJob(), 0
     if job.items:

@@ -86,7 +86,8 @@ class ShardReader(StorageReader):
             unless a file is too short. Default: True.
         memory_budget: host memory in bytes for what is read and not committed yet. Default: 1 GiB. One tensor's local
             shards and the largest of its chunks may exceed the budget. Memory maps do not count.
-        threads: number of threads that read and check. Default: one for each core, at most 8; 24 for URLs.
+        threads: number of threads that read and check. Default: one for each core, at most 8. For URLs, the number of
+            requests at the same time: 24 by default. Other threads, one for each core, check what was read.
         storage_options: options of the fsspec filesystem behind a URL, such as ``{"anon": True}`` or
             ``{"endpoint_url": ...}``. Local paths ignore them. Default: none.
         request_timeout: seconds that a remote store may take for one request, plus one second for each MiB in the
@@ -354,7 +355,8 @@ class ShardReader(StorageReader):
         self.stats.bytes_needed += needed
         remote = self._folder.remote
         # Threads that wait for other ranks need no processor cores, like those that wait for a store.
-        threads = self._threads or default_threads(remote=remote or together is not None)
+        waits = remote or together is not None
+        threads = self._threads or default_threads(remote=waits)
         job_bytes = request_bytes(needed, threads, self._memory_budget) if remote else JOB_BYTES
         reader = (
             JobReader(self._folder, target, self._verify)
@@ -367,6 +369,7 @@ class ShardReader(StorageReader):
                 reader,
                 target,
                 threads=threads,
+                delivering=min(threads, default_threads(remote=False)) if waits else 0,
                 memory_budget=self._memory_budget,
                 progress=progress,
             )

@@ -123,11 +123,20 @@ class RemoteFolder(Folder):
         except FileNotFoundError:
             return Version.none()
 
-    def create(self, name: str, *, replaces: bool = False, unchanged: bool = False) -> Sink:
+    def create(
+        self,
+        name: str,
+        *,
+        replaces: bool = False,
+        unchanged: bool = False,
+        before: Callable[[], object] | None = None,
+    ) -> Sink:
         if not unchanged:
+            if before is not None:
+                before()
             return self._stream(name, replaces)
         most = _SINGLE_BYTES if self._s3 is None else single_bytes(self._requests)
-        return ObjectSink(self._requests, name, most, partial(self._stream, name, replaces))
+        return ObjectSink(self._requests, name, most, partial(self._stream, name, replaces), before)
 
     def put(self, name: str, data: bytes) -> None:
         self._requests.put(name, data)

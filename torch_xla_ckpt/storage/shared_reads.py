@@ -17,7 +17,7 @@ from torch_xla_ckpt.cooperation import Exchange, Needs, Parcel, RoundOfMessages,
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.protocols import Folder, Window
 from torch_xla_ckpt.storage.ranges import MAX_GAP, Range, merged
-from torch_xla_ckpt.storage.read_bytes import JobReader
+from torch_xla_ckpt.storage.read_bytes import FetchedJob, JobReader
 from torch_xla_ckpt.storage.read_plan import ItemRead, KeyReads, ReadJob
 from torch_xla_ckpt.storage.read_target import ReadResult, ReadTarget
 
@@ -114,20 +114,26 @@ class SharedJobReader(JobReader):
     def abort(self) -> None:
         self._exchange.abort()
 
-    def read(self, job: ReadJob) -> list[ReadResult]:
+    def fetch(self, job: ReadJob) -> FetchedJob:
         """Read the bytes of a job as ``JobReader`` does. Pass on what other ranks need, and take what they pass on.
 
         Raises:
             OtherRankError: another rank failed or left.
         """
-        number = _NO_ROUND if job.round is None else job.round
-        parcels = self._plan.parcels.get(number)
-        if not parcels:
-            return super().read(job)
-        messages = self._messages[number] = RoundOfMessages(self._exchange, parcels)
-        results = super().read(job)
-        messages.finish()  # a planner may use the memory for something else after the commit
-        del self._messages[number]
+        if parcels := self._plan.parcels.get(_round_of(job)):
+            self._messages[_round_of(job)] = RoundOfMessages(self._exchange, parcels)
+        return super().fetch(job)
+
+    def deliver(self, fetched: FetchedJob) -> list[ReadResult]:
+        """Check the bytes of a job as ``JobReader`` does, and wait until other ranks have what they need of them.
+
+        Raises:
+            OtherRankError: another rank failed or left.
+        """
+        results = super().deliver(fetched)
+        messages = self._messages.pop(_round_of(fetched.job), None)
+        if messages is not None:
+            messages.finish()  # a planner may use the memory for something else after the commit
         return results
 
     def _gap(self, items: Sequence[ItemRead]) -> int:
@@ -141,7 +147,7 @@ class SharedJobReader(JobReader):
         windows: Sequence[Window],
         numbers: Sequence[int],
     ) -> list[memoryview]:
-        messages = self._messages.get(_NO_ROUND if job.round is None else job.round)
+        messages = self._messages.get(_round_of(job))
         if messages is None:
             return super()._first_views(job, items, ranges, windows, numbers)
         incoming = _by_file(messages.incoming)
@@ -188,12 +194,11 @@ class SharedJobReader(JobReader):
             CorruptCheckpointError: the bytes are not what was written.
             CheckpointError: the bytes cannot be read. The error names keys.
         """
-        reread: set[int] = set()
         try:
-            views = self._views(windows, items, job)
+            fetched = FetchedJob(job, items, own, windows, numbers, self._views(windows, items, job))
             for item, wanted, number in zip(items, own, numbers):
                 if wanted:
-                    self._require_intact(item, wanted, number, windows, views, items, job, reread)
+                    self._require_intact(item, wanted, number, fetched)
         except CheckpointError:
             raise
         except Exception as error:
@@ -202,7 +207,7 @@ class SharedJobReader(JobReader):
             raise CheckpointError(
                 f"cannot read {', '.join(map(repr, keys[:_NAMED]))}{more}: {type(error).__name__}: {error}"
             ) from error
-        return views
+        return fetched.views
 
     def _make_room(self, parcels: Sequence[Parcel], windows: Sequence[Window], views: list[memoryview]) -> None:
         """Put windows that get bytes from other ranks into memory that may be written to."""
@@ -215,6 +220,10 @@ class SharedJobReader(JobReader):
                 part = views[number][start - window.start : stop - window.start]
                 array[start - window.start :][: len(part)] = np.frombuffer(part, dtype=np.uint8)
             views[number] = array.data
+
+
+def _round_of(job: ReadJob) -> int:
+    return _NO_ROUND if job.round is None else job.round
 
 
 def _needs_bytes(item: ItemRead) -> bool:

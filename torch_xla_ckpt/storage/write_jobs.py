@@ -6,8 +6,8 @@ Items are handed to the writing threads in batches, so that small items do not c
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch_xla_ckpt.protocols import SaveSource
 from torch_xla_ckpt.reports import FETCH, STORAGE, Timeline
 from torch_xla_ckpt.storage.data_file import SMALL
+from torch_xla_ckpt.storage.limits import ObjectSizes
 from torch_xla_ckpt.storage.memory_budget import MemoryBudget
 
 _BATCH_BYTES = 4 << 20  # a batch for a thread is full when it has this many bytes
@@ -70,11 +71,17 @@ def batches(
         planner: returns the data.
         budget: the memory budget.
         timeline: records fetching and waiting.
-        file_bytes: bytes with which a batch is full that becomes a data file in a store. Its bytes are copied when they
-            are sent, so they count even if fetching them takes no memory. Default: batches of 4 MiB or 256 items.
+        file_bytes: the mean of the bytes with which batches are full that become data files in a store. Their bytes are
+            copied when they are sent, so they count even if fetching them takes no memory. Default: batches of 4 MiB or
+            256 items.
     """
     source = planner if isinstance(planner, SaveSource) else None
-    most_bytes, most_items = (_BATCH_BYTES, _BATCH_ITEMS) if file_bytes is None else (file_bytes, len(items))
+    most_items = _BATCH_ITEMS if file_bytes is None else len(items)
+    objects = None if file_bytes is None else ObjectSizes(file_bytes, sum(map(tensor_bytes, items)))
+
+    def size_after(nbytes: int) -> int:
+        """Return the bytes with which the next batch is full, after a batch of ``nbytes``."""
+        return _BATCH_BYTES if objects is None else objects.after(nbytes)
 
     def part_of(item: WriteItem) -> tuple[str, int | None]:
         """Return the key, and the number of the part that is fetched with the item; None for an object."""
@@ -84,7 +91,8 @@ def batches(
 
     batch: list[WriteJob] = []
     waiting = position = 0
-    for (key, part), group in groupby(items, part_of):
+    most_bytes = size_after(0)
+    for (key, part), group in itertools.groupby(items, part_of):
         together = list(group)
         sizes = list(map(tensor_bytes, together))
         sharding, cost = None, sum(sizes)
@@ -96,7 +104,7 @@ def batches(
                 has_room = budget.take(cost, own=sum(job.held for job in batch))
             if not has_room:  # there is no room before these are written
                 yield batch
-                batch, waiting = [], 0
+                batch, waiting, most_bytes = [], 0, size_after(waiting)
                 with timeline.span(STORAGE):
                     budget.take(cost)
         left = cost
@@ -109,7 +117,7 @@ def batches(
             waiting += batch[-1].payload
             if waiting >= most_bytes or len(batch) >= most_items:
                 yield batch
-                batch, waiting = [], 0
+                batch, waiting, most_bytes = [], 0, size_after(waiting)
     if batch:
         yield batch
 

@@ -33,8 +33,8 @@ class WriteThreads:
         files: the data files.
         threads: the number of threads, in addition to the calling thread.
         keep_tiny: write batches of tiny items in the calling thread.
-        file_bytes: bytes with which a data file is full, and each batch becomes a data file. None: each thread writes
-            one data file.
+        file_bytes: the mean of the bytes with which data files are full. Each batch becomes a data file. None: each
+            thread writes one data file.
         budget: the memory budget of the data that is fetched and not written yet.
         progress: the progress bar.
         timeline: records what each thread does.
@@ -76,10 +76,6 @@ class WriteThreads:
         """
         owner = forks.Owner()
         try:
-            for number in range(self._threads):
-                ended = threading.Event()
-                threading.Thread(target=self._run_thread, args=(ended,), name=f"ShardWriter-{number}").start()
-                self._ends.append(ended)
             cut = batches(items, planner, self._budget, self._timeline, self._file_bytes)
             self._write_batches(self._hand_over(cut))
             self._end_threads()
@@ -105,6 +101,15 @@ class WriteThreads:
                 yield batch
             else:
                 self._queue.put(batch)
+                self._start_thread()
+
+    def _start_thread(self) -> None:
+        """Start one more thread, unless all have been started. Starting all at once would delay the first fetch."""
+        number = len(self._ends)
+        if number < self._threads:
+            ended = threading.Event()
+            threading.Thread(target=self._run_thread, args=(ended,), name=f"ShardWriter-{number}").start()
+            self._ends.append(ended)
 
     def _run_thread(self, ended: threading.Event) -> None:
         try:

@@ -152,7 +152,7 @@ class ShardWriter(StorageWriter):
         self._own_rank: int | None = None  # this rank, in a save without collectives
         self._nonce = ""
         self._save_id = ""
-        self._start: commit.SaveStart | None = None  # only on the coordinator
+        self._beginning: commit.Beginning | None = None  # only on the coordinator
         self._processes = 1
         self._items: list[_dcp.AssignedItems | None] = []  # of each rank, on the coordinator
         self._mismatch = ""  # names the path of each rank, if the paths differ
@@ -198,8 +198,8 @@ class ShardWriter(StorageWriter):
         self.abandon()
         self._save_id = new_save_id()
         self._processes = len(plans)
-        with self._phases.timeline.span("begin"):
-            self._start = commit.begin(self._folder, self._save_id, self._own_rank)
+        # A single process can fetch its first data meanwhile, and sends nothing before the save has begun.
+        self._beginning = commit.Beginning(self._begin, later=self._folder.remote and self._processes == 1)
         first = self._own_rank or 0
         # A planner of DCP that caches its plans may pass the plan of another save, with another kind of data.
         told = [plan.storage_data for plan in plans]
@@ -220,8 +220,8 @@ class ShardWriter(StorageWriter):
         except BaseException:
             if self._processes == 1:
                 self.abandon()
-            elif self._start is not None:  # other processes may still write: ``abandon`` or the next save removes files
-                self._start.lease.end()
+            elif self._beginning is not None:  # others may still write: ``abandon`` or the next save removes files
+                self._beginning.wait().lease.end()
             raise
         self._phases.written(written_bytes(results))
         done: Future[Written] = Future()
@@ -230,9 +230,9 @@ class ShardWriter(StorageWriter):
 
     @without_collector
     def finish(self, metadata: Metadata, results: list[Written]) -> None:  # type: ignore[override]
-        start = self._start
-        if start is None:
+        if self._beginning is None:
             raise CheckpointError("this writer has no save under way; call prepare_global_plan first")
+        start = self._beginning.wait()
         finished = _dcp.finished(plain(metadata), None, self.storage_meta())
         try:
             with self._phases.timeline.span("commit"):
@@ -251,7 +251,7 @@ class ShardWriter(StorageWriter):
             raise
         with self._phases.timeline.span("remove old files"):
             commit.finish(self._folder, self._save_id, start)
-        self._start, self._items = None, []
+        self._beginning, self._items = None, []
         # DCP returns this object from ``save``.
         metadata.storage_data, metadata.storage_meta = StorageEntries(catalog, places), finished.storage_meta
         self.shorten(metadata)
@@ -267,10 +267,14 @@ class ShardWriter(StorageWriter):
 
     def abandon(self) -> None:
         """End the save under way as failed. Its files are removed now or by the next save."""
-        start, self._start = self._start, None
-        if start is not None and start.lease.is_here:  # in a forked child, the save goes on in the parent
+        beginning, self._beginning = self._beginning, None
+        if beginning is not None and beginning.is_here:  # in a forked child, the save goes on in the parent
             with suppress(Exception):  # an error here would hide the error that made the save fail
-                commit.withdraw(self._folder, self._save_id, start, self._own_rank)
+                commit.withdraw(self._folder, self._save_id, beginning.wait(), self._own_rank)
+
+    def _begin(self) -> commit.SaveStart:
+        with self._phases.timeline.span("begin"):
+            return commit.begin(self._folder, self._save_id, self._own_rank)
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.location.url, save_id=self._save_id)
@@ -294,9 +298,10 @@ class ShardWriter(StorageWriter):
         total = sum(map(tensor_bytes, plan.items))
         number = self._threads or default_threads(remote=self._folder.remote)
         in_objects = self._folder.remote and number > 1
+        before = None if self._beginning is None else self._beginning.wait
         with Progress("saving", lambda: total, self._progress) as progress:
             threads = WriteThreads(
-                DataFiles(self._folder, info.rank, info.save_id),
+                DataFiles(self._folder, info.rank, info.save_id, before),
                 number,
                 keep_tiny=not self._folder.remote,
                 file_bytes=request_bytes(total, number, self._memory_budget) if in_objects else None,

@@ -3,6 +3,7 @@
 Every process has a simulated store of its own, with the same objects and its own count of requests.
 """
 
+import concurrent.futures
 import contextlib
 import datetime
 import functools
@@ -370,3 +371,24 @@ def models_and_managers(rank, world, folder):
             assert sum(gathered(report.bytes_read)) <= 1.05 * sum(
                 file.stat().st_size for file in Path(folder, f"run{world}/3").glob("*.distcp")
             )
+
+
+def loads_in_threads_do_not_cross(rank, world, folder):
+    """Two threads of each rank load two checkpoints, each with its own group, and get their own values."""
+    groups = [dist.new_group(list(range(world)), timeout=datetime.timedelta(seconds=30)) for _ in range(2)]
+    paths = [Path(folder) / f"crossing{number}" for number in range(2)]
+    for number, path in enumerate(paths):
+        if rank == 0:
+            xc.save({"w": torch.full((1000, 1000), number)}, path, no_dist=True)
+    dist.barrier()
+
+    def load(number):
+        found = {"w": torch.zeros(1000, 1000, dtype=torch.int64)}
+        xc.load(found, paths[number], cooperative=True, process_group=groups[number])
+        return bool(found["w"].eq(number).all())
+
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        for turn in range(4):  # the threads' order changes
+            order = (0, 1) if (rank + turn) % 2 else (1, 0)
+            assert all(threads.map(load, order))
+    dist.barrier()

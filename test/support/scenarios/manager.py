@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,46 @@ def what_fails_on_one_is_raised_on_all(rank, world, folder):
     assert manager.all_steps() == [1]
     manager.save(3, state(3))
     manager.close()
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise ValueError("no pickle")
+
+
+def what_one_cannot_copy_is_left_out_by_all(rank, world, folder):
+    """All ranks leave out the same saves, so that none waits for another, and later saves work."""
+    path = Path(folder) / "copies"
+    errors = []
+    with xc.CheckpointManager(path, 1, timeout=timedelta(seconds=20)) as manager:
+        for step in range(8):
+            one = {**state(step, rank), "one": Unpicklable() if (rank, step) == (world - 1, 2) else 1}
+            try:
+                manager.save_async(step, one, metrics={"loss": "none" if (rank, step) == (0, 5) else 1})
+            except (ValueError, xc.CheckpointError) as error:
+                errors.append((step, str(error)))
+        manager.wait()
+        assert manager.all_steps() == [0, 1, 4, 7]
+    texts = {2: "no pickle", 3: "no pickle", 5: "could not convert string", 6: "could not convert string"}
+    assert all(texts[step] in text for step, text in errors), errors
+    raised_at = gathered([step for step, _ in errors])
+    assert raised_at[0] == [3, 5, 6] and raised_at[-1] == [2, 3, 6]
+
+
+def groups_of_which_one_rank_has_more(rank, world, folder):
+    """Rank 1 is in more groups than rank 0. Managers and cooperative loads of both create groups all the same."""
+    timeout = timedelta(seconds=20)
+    first = dist.new_group([0, 1], timeout=timeout)
+    for _ in range(2):
+        dist.new_group([*range(1, world)], timeout=timeout)
+    if rank < 2:
+        with xc.CheckpointManager(Path(folder) / "more", 1, process_group=first, timeout=timeout) as manager:
+            manager.save_async(1, state(1, rank))
+            manager.wait()
+        found = {"t": torch.zeros(20)}
+        xc.load(found, Path(folder) / "more" / "1", cooperative=True, process_group=first)
+        assert found["t"].eq(1).all()
+    dist.barrier()
 
 
 def full(self, plan, planner):
