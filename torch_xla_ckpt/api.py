@@ -141,7 +141,7 @@ def save_staged(
     stager: SPMDStager,
     *,
     before_writing: Callable[[], None] | None = None,
-    is_read: bool = True,
+    raises_earlier: bool = True,
 ) -> AsyncSave:
     """Copy a state dict and save the copy in the stager's thread; see ``async_save``.
 
@@ -150,7 +150,7 @@ def save_staged(
         writer: the DCP storage to write with.
         stager: makes the copy and runs the save.
         before_writing: called in the stager's thread before the save begins there. Default: nothing is called.
-        is_read: see ``SPMDStager.run``.
+        raises_earlier: see ``SPMDStager.run``.
     """
 
     def write(copied: dict[str, Any], group: dist.ProcessGroup | None, timeline: Timeline) -> Metadata:
@@ -164,7 +164,7 @@ def save_staged(
                 writer.announce(timeline.seconds().get(LOCK, 0.0))
             return _shortened(writer, _dcp.save(copied, writer, SPMDSavePlanner(), group, group is None))
 
-    return stager.run(lambda: _states(state_dict), write, _location(writer), is_read=is_read)
+    return stager.run(lambda: _states(state_dict), write, _location(writer), raises_earlier=raises_earlier)
 
 
 @without_collector

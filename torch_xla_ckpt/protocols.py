@@ -215,10 +215,12 @@ class Folder(Protocol):
     Attributes:
         url: the folder's absolute path or URL, for people.
         remote: whether the files are behind requests to a store; False on local disks.
+        refuses_parts: whether the storage refuses a put that loses bytes on the way; S3 compares lengths and checksums.
     """
 
     url: str
     remote: bool
+    refuses_parts: bool
 
     def make(self) -> None:
         """Create the folder if it does not exist."""

@@ -15,7 +15,7 @@ SCENARIOS = [
     "one_is_told_to_end",
     "random_generators_are_each_processes_own",
     "what_fails_on_one_is_raised_on_all",
-    "what_one_cannot_copy_is_left_out_by_all",
+    "what_one_cannot_copy_does_not_hold_up_the_others",
 ]
 
 

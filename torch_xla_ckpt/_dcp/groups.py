@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
+import itertools
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-_lock = threading.Lock()
-_made: Counter[str] = Counter()  # groups made here, by the name of the group whose ranks they have
+_numbers: dict[str, Iterator[int]] = {}  # for the names of groups made here, by the group whose ranks they have
 
 
 def new_group(of: dist.ProcessGroup | None, timeout: timedelta) -> dist.ProcessGroup:
@@ -23,9 +22,8 @@ def new_group(of: dist.ProcessGroup | None, timeout: timedelta) -> dist.ProcessG
     """
     c10d = dist.distributed_c10d
     parent = c10d._get_default_group() if of is None else of
-    with _lock:
-        _made[parent.group_name] += 1
-        name = f"torch_xla_ckpt/{parent.group_name}/{_made[parent.group_name]}"
+    number = next(_numbers.setdefault(parent.group_name, itertools.count(1)))
+    name = f"torch_xla_ckpt/{parent.group_name}/{number}"
     ranks = dist.get_process_group_ranks(parent)
     group, _ = c10d._new_process_group_helper(
         len(ranks),

@@ -179,7 +179,7 @@ class CheckpointManager(ClosesOnExit):
             True if the step is being saved.
 
         Raises:
-            CheckpointError: the state cannot be copied, or an earlier async save failed.
+            CheckpointError: the state cannot be copied; or this save has begun, and an earlier async save failed.
         """
         step = _number(step)
         if not self._is_due(step, force, is_async=True):

@@ -110,7 +110,7 @@ class Saver:
         """Begin to save a step. Return when the state may change.
 
         Raises:
-            CheckpointError: the state cannot be copied, or an earlier async save failed.
+            CheckpointError: the state cannot be copied; or this save has begun, and an earlier async save failed.
         """
         number, active = self._begin(request.step), self._run.active
         with ExitStack() as if_refused:
@@ -122,13 +122,14 @@ class Saver:
                 self._fail_on_all_ranks(error)
             try:
                 handle = api.save_staged(
-                    state, writer, self._stager, before_writing=self._wait_for_deletions, is_read=False
+                    state, writer, self._stager, before_writing=self._wait_for_deletions, raises_earlier=False
                 )
                 writer.timing.mode = handle.choice.mode
             finally:
                 active.blocked = active.blocked._replace(save_async=writer.timing.returned())
             if_refused.pop_all()
         handle.upload_completion.add_done_callback(functools.partial(self._uploaded, request.step, number))
+        self._stager.raise_failed()
 
     def wait(self) -> None:
         """Wait for all async saves and for the deletions that follow them, on every rank.
@@ -178,7 +179,7 @@ class Saver:
         def write(*_: object) -> NoReturn:
             raise error
 
-        self._stager.run(state, write, None, is_read=False)
+        self._stager.run(state, write, None, raises_earlier=False)
         raise error
 
     def _uploaded(self, step: int, number: int, upload: Any) -> None:

@@ -128,7 +128,7 @@ class SPMDStager(ClosesOnExit):
         write: Callable[[dict[str, Any], dist.ProcessGroup | None, Timeline], Metadata],
         path: PathLike | Location | None,
         *,
-        is_read: bool = True,
+        raises_earlier: bool = True,
     ) -> AsyncSave:
         """Copy a state now, and write the copy in the stager's thread.
 
@@ -139,18 +139,19 @@ class SPMDStager(ClosesOnExit):
             write: a function that saves the copied state, called in another thread. Its further arguments are the
                 group to coordinate through (None for one process alone) and the timeline to record in.
             path: the checkpoint's folder; None if the storage does not tell it.
-            is_read: whether the caller reads errors from the result. If False, the other ranks learn of an error in
-                ``state`` from their next call, which raises it instead of saving. So the next call of this rank
-                raises it again, and all ranks leave out the same save. Default: True.
+            raises_earlier: whether to raise the error of an earlier save that nobody has read, instead of saving. An
+                error of one rank that makes the others raise would let that rank save alone, and wait for the others.
+                If False, call ``raise_failed`` after this. Default: True.
 
         Raises:
             CheckpointError: the state cannot be copied; or an earlier save failed, and nobody has read its error.
         """
         self._require_own()
         with self._calls:
-            self._prepare("beginning an async save" if path is None else f"beginning an async save to {path}")
+            doing = "beginning an async save" if path is None else f"beginning an async save to {path}"
+            self._prepare(doing, raises_earlier=raises_earlier)
             save = self._add(Save(self._last_save, self._peers))
-            copied = self._copied(save, state, is_read=is_read)
+            copied = self._copied(save, state)
             upload = Upload()
             staging: Future[None] = Future()
             staging.set_result(None)
@@ -245,22 +246,25 @@ class SPMDStager(ClosesOnExit):
         self._saves.append(save)
         return save
 
-    def _prepare(self, doing: str) -> None:
+    def _prepare(self, doing: str, *, raises_earlier: bool = True) -> None:
         """Wait until another save may begin, and create the group of the ranks.
 
         Args:
             doing: the operation, for error messages; the same on all ranks.
+            raises_earlier: see ``run``.
         """
         if self._is_closed:
             raise CheckpointError("the stager is closed; create another one")
         for save in self._saves:
             if not save.is_handed_over:  # an interrupt ended the call that began this save
                 save.cancel()
-        self.raise_failed()
+        if raises_earlier:
+            self.raise_failed()
         self._timeline = Timeline()
         with self._timeline.span("wait for a slot"):
             self._wait_for_slot()
-        self.raise_failed()
+        if raises_earlier:
+            self.raise_failed()
         self._join_peers(doing)
 
     def _require_own(self) -> None:
@@ -295,7 +299,7 @@ class SPMDStager(ClosesOnExit):
                 self._peers.close()
             self._peers = Peers(self._process_group, self._timeout, doing)
 
-    def _copied(self, save: Save, state: Callable[[], dict[str, Any]], *, is_read: bool = True) -> dict[str, Any]:
+    def _copied(self, save: Save, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return a copy of the state. If copying fails, the save fails on the other ranks too."""
         try:
             captured = self._capture.take(state(), save.check, self._timeline)
@@ -303,7 +307,7 @@ class SPMDStager(ClosesOnExit):
             if not self._owner.is_here:  # a child that was forked while copying: the save goes on in the parent
                 raise
             failure = error  # ``error`` ends with this block, and the thread needs it later
-            save.is_reported = not (is_read or self._peers is None)
+            save.is_reported = False
             if self._peers is None:
                 save.end()
             else:

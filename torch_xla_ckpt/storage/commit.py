@@ -46,6 +46,7 @@ from torch_xla_ckpt.storage.seal import SealedPieces, sealed_save_id
 
 logger = logging.getLogger(__name__)
 
+_LOOKS = 3  # attempts to see a file that was just put
 _COMMITS = 3  # attempts to put .metadata into a store that keeps only a part of it
 
 
@@ -234,11 +235,22 @@ def _put_manifest(folder: Folder, name: str, pieces: Iterable[Bytes]) -> None:
         CheckpointError: the store has kept only a part of it.
     """
     size, _ = _write_manifest(folder, name, pieces)
-    if (kept := folder.size(name)) != size:
+    if not folder.refuses_parts and (kept := _size_in_store(folder, name)) != size:
         raise CheckpointError(
             f"the checkpoint was not committed: {folder.url} has kept {kept} of {size} bytes of {name}, although it "
             "called the put a success. Save again"
         )
+
+
+def _size_in_store(folder: Folder, name: str) -> int:
+    """Return the size of a file that was just put; 0 if there is none.
+
+    fsspec's backends look into the last listing of a folder. Another thread's may be from before the put.
+    """
+    for _ in range(_LOOKS):
+        with suppress(FileNotFoundError):
+            return folder.size(name)
+    return 0
 
 
 def _checksum(pieces: Iterable[Bytes]) -> bytes:
@@ -377,7 +389,7 @@ def _replace_remote(
     expected = start.version
     for _ in range(_COMMITS):
         folder.replace(name, [content], temporary, expected=expected, check=check)
-        if folder.size(name) == len(content):
+        if folder.refuses_parts or _size_in_store(folder, name) == len(content):
             return
         expected = folder.version(name)
         if sealed_save_id(expected.end) is not None:  # another save has committed after this one

@@ -36,6 +36,7 @@ class LocalFolder(Folder):
     """
 
     remote = False
+    refuses_parts = True
 
     def __init__(self, path: str, sync: bool):
         self.url = path

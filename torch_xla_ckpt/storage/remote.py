@@ -67,6 +67,7 @@ class RemoteFolder(Folder):
         self._requests = Requests(location)
         self._fs = self._requests.fs
         self._s3 = S3Requests(self._requests) if hasattr(self._fs, "call_s3") else None
+        self.refuses_parts = self._s3 is not None
 
     def __reduce__(self) -> Any:
         return RemoteFolder, (self._location,)

@@ -108,8 +108,14 @@ class WriteThreads:
         number = len(self._ends)
         if number < self._threads:
             ended = threading.Event()
-            threading.Thread(target=self._run_thread, args=(ended,), name=f"ShardWriter-{number}").start()
+            thread = threading.Thread(target=self._run_thread, args=(ended,), name=f"ShardWriter-{number}")
             self._ends.append(ended)
+            try:
+                thread.start()
+            except BaseException:  # an interrupt while this thread waited for the new one to begin, or before that
+                if thread.ident is None:
+                    ended.set()
+                raise
 
     def _run_thread(self, ended: threading.Event) -> None:
         try:
