@@ -234,6 +234,18 @@ def test_restore_latest_raises_if_the_only_step_lost_files(tmp_path, gone, caplo
         assert sorted(os.listdir(tmp_path / "500")) == left  # kept to be looked at
 
 
+@pytest.mark.parametrize("method", ["save", "save_async"])
+def test_saves_ask_the_should_save_of_a_subclass(tmp_path, method):
+    class Even(xc.CheckpointManager):
+        def should_save(self, step):
+            return super().should_save(step) and step % 2 == 0
+
+    with Even(tmp_path, 1) as saving:
+        assert [getattr(saving, method)(step, state(step)) for step in range(3)] == [True, False, True]
+        saving.wait()
+        assert saving.all_steps() == [0, 2]
+
+
 def test_warning_names_unfinished_folders_if_a_run_has_no_committed_step(tmp_path, caplog):
     fill(manager(tmp_path), 3)
     (tmp_path / "3" / ".metadata").unlink()

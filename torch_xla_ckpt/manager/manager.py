@@ -354,8 +354,11 @@ class CheckpointManager(ClosesOnExit):
     def _is_due(self, step: int, force: bool, *, is_async: bool) -> bool:
         if self._is_closed:
             raise CheckpointError("the manager is closed. Create another one to save more steps")
-        self._require_own()
-        return self._schedule.is_due(step, is_async) or force  # all ranks must ask, even if force is given
+        self._schedule.is_async = is_async
+        try:
+            return self.should_save(step) or force  # all ranks must ask, even if force is given
+        finally:
+            self._schedule.is_async = None
 
     def _require_own(self) -> None:
         if not self._owner.is_here:

@@ -22,6 +22,10 @@ class Schedule:
         processes: the ranks that decide together.
         active: the saves that are under way on this rank.
         path: the run's path, for error messages.
+
+    Attributes:
+        is_async: whether the save that ``is_due`` is asked about would be an async one, which blocks training for less
+            time. None, the default: not known; as an async one, if there has been one.
     """
 
     def __init__(self, when: When, preemption: Preemption, processes: Processes, active: ActiveSaves, path: str):
@@ -30,20 +34,15 @@ class Schedule:
         self._processes = processes
         self._path = path
         self._agreement = Agreement(processes, preemption.is_signalled, active)
+        self.is_async: bool | None = None
 
-    def is_due(self, step: int, is_async: bool | None = None) -> bool:
-        """Return whether a policy wants this step saved.
-
-        Args:
-            step: the step.
-            is_async: whether the save would be an async one, which blocks training for less time. Default: not known;
-                like earlier saves, if ``save_async`` was called before.
-        """
+    def is_due(self, step: int) -> bool:
+        """Return whether a policy wants this step saved."""
         facts = self._facts(step)
         is_preemption_step = facts.is_preempted and self._agreement.preemption_step in (None, step)  # one is enough
         last = self._agreement.last
         blocked = facts.blocked.save_async
-        if is_async is False or (is_async is None and not blocked):
+        if self.is_async is False or (self.is_async is None and not blocked):
             blocked = facts.blocked.save
         return self._when.due(Now(step, last, facts.seconds, is_preemption_step, facts.is_saving, blocked))
 
