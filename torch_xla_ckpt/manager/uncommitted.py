@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch_xla_ckpt.manager.journal import Journal
 from torch_xla_ckpt.manager.step_folder import TORCH_XLA_MARKER
 from torch_xla_ckpt.manager.steps import Steps
-from torch_xla_ckpt.protocols import Entry
+from torch_xla_ckpt.protocols import Entry, Folder
 from torch_xla_ckpt.serialization import METADATA
 from torch_xla_ckpt.storage import complete_saves, is_checkpoint_file
 
@@ -64,14 +64,16 @@ def lost_commit(steps: Steps, step: int) -> str | None:
     """Return a description of the damage if a step has lost its ``.metadata`` and nothing else; None if it has not."""
     folder = steps.folder(step)
     try:
-        complete = complete_saves(folder, folder.listing())
+        return _lost_commit(folder, folder.listing())
     except (FileNotFoundError, NotADirectoryError):  # deleted just now
         return None
-    return (
-        f"{METADATA} is missing, and all other files of the committed save {complete[0]} are there"
-        if complete
-        else None
-    )
+
+
+def _lost_commit(folder: Folder, listing: Mapping[str, Entry]) -> str | None:
+    complete = complete_saves(folder, listing)
+    if not complete:
+        return None
+    return f"{METADATA} is missing, and all other files of the committed save {complete[0]} are there"
 
 
 def _last_events(journal: Journal, numbers: Collection[int]) -> Mapping[int, str]:
@@ -96,7 +98,7 @@ def _flaw(steps: Steps, step: int, listing: Mapping[str, Entry], last: str, *, i
     """
     if last not in ("", "saved"):
         return None
-    if (lost := lost_commit(steps, step)) is not None:
+    if (lost := _lost_commit(steps.folder(step), listing)) is not None:
         return lost
     if TORCH_XLA_MARKER in listing:
         return f"{METADATA} is missing, and {TORCH_XLA_MARKER} shows that torch_xla's manager had committed the step"

@@ -139,9 +139,9 @@ class SPMDStager(ClosesOnExit):
             write: a function that saves the copied state, called in another thread. Its further arguments are the
                 group to coordinate through (None for one process alone) and the timeline to record in.
             path: the checkpoint's folder; None if the storage does not tell it.
-            raises_earlier: whether to raise the error of an earlier save that nobody has read, instead of saving. An
-                error of one rank that makes the others raise would let that rank save alone, and wait for the others.
-                If False, call ``raise_failed`` after this. Default: True.
+            raises_earlier: whether to raise the error of an earlier save that nobody has read, instead of saving. If
+                only some ranks raise it, the others begin this save without them, and wait for them until their
+                time-out. To prevent that, pass False and call ``raise_failed`` afterwards. Default: True.
 
         Raises:
             CheckpointError: the state cannot be copied; or an earlier save failed, and nobody has read its error.
