@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import secrets
 import shutil
 from contextlib import suppress
 from pathlib import Path
+
+from torch_xla_ckpt.storage import checksum
 
 try:
     import fcntl
@@ -61,7 +62,7 @@ def remove_leftovers(parent: Path, target: Path) -> None:
 def _label(target: Path) -> str:
     """Return the target's name, or a hash of it where the name of a part folder would be too long for the system."""
     name = os.fsencode(target.name)
-    return target.name if len(name) <= _LONGEST else hashlib.blake2b(name, digest_size=16).hexdigest()
+    return target.name if len(name) <= _LONGEST else checksum(name).hex()
 
 
 def _undo_move(part: Path, target: Path) -> None:
