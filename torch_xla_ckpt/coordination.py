@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,6 +23,8 @@ T = TypeVar("T")
 # After a failed collective: seconds to wait for the other ranks to report its failure, and seconds between two looks.
 _PATIENCE = 5.0
 _LOOK = 0.1
+# What other ranks had last reported of failed operations when this process looked, by the key in the store.
+_reports: dict[str, bytes] = {}
 
 
 class Processes:
@@ -156,11 +159,12 @@ class Processes:
         try:
             key = f"torch_xla_ckpt/failed/{_name(self.group)}/{doing}"
             store = _dcp.default_store()
-            store.set(f"{key}/{self.rank}", "1")
+            store.set(f"{key}/{self.rank}", uuid.uuid4().hex)
             deadline = time.monotonic() + _PATIENCE
             never = threading.Event()
+            silent = [n for n in range(self.size) if n != self.rank]
             while True:
-                silent = [n for n in range(self.size) if n != self.rank and not store.check([f"{key}/{n}"])]
+                silent = [n for n in silent if not _has_new_report(store, f"{key}/{n}")]
                 if not silent or time.monotonic() > deadline:
                     break
                 never.wait(_LOOK)
@@ -170,6 +174,16 @@ class Processes:
             return "all ranks came, but the connection between them broke"
         here = ", ".join(str(rank) for n, rank in enumerate(self.ranks) if n not in silent)
         return f"rank {', '.join(str(self.ranks[n]) for n in silent)} did not come, rank {here} did"
+
+
+def _has_new_report(store: dist.Store, key: str) -> bool:
+    """Whether a rank has reported since the last failure of the same operation in this process."""
+    if not store.check([key]):
+        return False
+    report = store.get(key)
+    is_new = report != _reports.get(key)
+    _reports[key] = report
+    return is_new
 
 
 def _is_of_collectives(error: RuntimeError) -> bool:

@@ -14,7 +14,7 @@ from fsspec.registry import known_implementations
 
 import torch_xla_ckpt as xc
 from support.runs import fill, newest, state
-from support.s3 import Answer, Server, asks, broken_before, count, cut_short, refused, slow_down
+from support.s3 import Answer, Server, asks, broken_before, count, cut_short, not_there, refused, slow_down
 
 pytestmark = pytest.mark.slow
 
@@ -186,6 +186,17 @@ def test_journal_loses_no_save_while_it_cannot_be_read_or_written(server, bucket
         saving.save(2, state(2), force=True)
         saving.wait()
         assert [one.step for one in saving.history()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("fault", [cut_short, not_there])
+def test_next_program_keeps_the_journal_although_an_answer_is_garbled(server, bucket, fault):
+    fill(manager(bucket), 0, 1)
+    with manager(bucket) as saving:
+        saving.all_steps()
+        with server.failing(fault, asks("GetObject", "journal.jsonl"), 1) as met:
+            saving.save(2, state(2), force=True)
+            saving.wait()
+        assert met and [one.step for one in saving.history()] == [0, 1, 2]
 
 
 # Listings that lag

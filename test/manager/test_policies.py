@@ -47,6 +47,13 @@ def test_every_keeps_multiples_of_steps_or_one_step_in_some_hours():
     assert kept(keep.Every(hours=1), [Saved(4)]) == [4]  # its time is not known
 
 
+@pytest.mark.parametrize("wrong", [timedelta(hours=30), timedelta(days=-400)])
+def test_every_keeps_steps_after_a_clock_was_wrong(wrong):
+    times = [START + timedelta(hours=n) + (wrong if n < 3 else timedelta()) for n in range(13)]
+    found = kept(keep.Every(hours=4), [Saved(step, time) for step, time in enumerate(times)])
+    assert found == [0, 3, 7, 11]
+
+
 def test_newer_keeps_steps_after_a_time():
     facts = saved(1, 2, 3, minutes=60)
     assert kept(keep.Newer(timedelta(hours=1)), facts, START + timedelta(hours=2, minutes=30)) == [3]

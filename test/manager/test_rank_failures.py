@@ -384,11 +384,28 @@ def a_rank_never_calls_a_stager(rank, world, folder):
     _said(rank)
 
 
+def a_rank_is_late_and_then_absent(rank, world, folder):
+    processes = Processes(None)
+    with raises("meeting failed", "all ranks came"), processes.worded("meeting"):
+        raise RuntimeError("timed out")
+    if rank == 1:
+        return _absent(folder, world)
+    with raises("meeting failed", "rank 1 did not come"), processes.worded("meeting"):
+        raise RuntimeError("timed out")
+    _said(rank)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
     "scenario",
     [
-        *(a_rank_never_saves, a_rank_never_decides, a_rank_never_restores, a_rank_never_opens),
+        *(
+            a_rank_is_late_and_then_absent,
+            a_rank_never_saves,
+            a_rank_never_decides,
+            a_rank_never_restores,
+            a_rank_never_opens,
+        ),
         *(a_rank_never_makes_a_manager, a_rank_never_begins_an_async_save, a_rank_never_calls_a_stager),
     ],
 )

@@ -27,6 +27,7 @@ from support.s3 import (
     count,
     cut_short,
     host_state,
+    not_there,
     refused,
     slow_down,
 )
@@ -484,8 +485,10 @@ def test_an_incomplete_or_garbled_answer_is_never_loaded(fault, verify, checkpoi
     assert checkpoint.has(state, verify=verify)
 
 
-@pytest.mark.parametrize("name", [".metadata", "manifest-*", "*.distcp"])
-@pytest.mark.parametrize("fault", [cut_short, bit_flipped])
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [*itertools.product([cut_short, bit_flipped], [".metadata", "manifest-*", "*.distcp"]), (not_there, "*.distcp")],
+)
 def test_one_garbled_answer_is_not_reported_as_damage(fault, name, checkpoint, bucket, caplog):
     """Otherwise a restore would go back a step although the object is whole."""
     state = host_state(0)
@@ -505,7 +508,7 @@ def test_the_manager_restores_the_newest_step_despite_one_garbled_answer(bucket)
     with xc.CheckpointManager(url, save_interval=1, storage_options=bucket.server.options) as manager:
         for step in (1, 2):
             manager.save(step, {"t": torch.full((1000,), float(step))})
-    for fault in (cut_short, bit_flipped):
+    for fault in (cut_short, bit_flipped, not_there):
         target = {"t": torch.zeros(1000)}
         with xc.CheckpointManager(url, save_interval=1, storage_options=bucket.server.options) as manager:
             with bucket.server.failing(fault, asks("GetObject", "*.distcp"), times=1) as met:

@@ -124,6 +124,11 @@ def refused(request: Request, forward: Forward) -> Answer:
     return _error("403 Forbidden", "AccessDenied", "the bucket is closed today")
 
 
+def not_there(request: Request, forward: Forward) -> Answer:
+    """Not done: there is no such object, says a server that lags behind."""
+    return _error("404 Not Found", "NoSuchKey", "The specified key does not exist.")
+
+
 def broken_before(request: Request, forward: Forward) -> Answer:
     """Not done, and the connection breaks without an answer."""
     return Answer("200 OK", [], b"", cut=0)

@@ -151,12 +151,19 @@ class Journal:
         self._waiting.clear()
 
     def _whole(self) -> bytes:
-        """Read the journal. Read again if the answer lacks lines that this process has written."""
+        """Read the journal. Read again if the answer lacks lines that this process has written.
+
+        Before this process has written any, two answers must agree: a garbled one would remove all earlier lines.
+        """
         length, expected = self._written
-        for _ in range(3):
+        before: bytes | None = None
+        for _ in range(4):
             content = self._content()
-            if checksum(content[:length]) == expected or not length:
+            if checksum(content[:length]) == expected if length else content == before:
                 return content
+            before = content
+        if not length:
+            raise OSError("the store gave a different answer each time")
         logger.warning(
             "another program has changed the journal in %s, and may have removed lines", self._steps.location
         )

@@ -130,7 +130,10 @@ class Best(Keep):
 
 @dataclass(frozen=True)
 class Every(Keep):
-    """Keep steps that are multiples of ``steps``, or the first step in every ``hours``."""
+    """Keep steps that are multiples of ``steps``, or the first step in every ``hours``.
+
+    If a step is older than the one kept before it, because a clock was wrong, the hours begin anew with it.
+    """
 
     steps: int | None = None
     hours: float | None = None
@@ -152,7 +155,7 @@ class Every(Keep):
         for one in saved:
             if one.time is None:
                 reasons[one.step] = "its time is not known"
-            elif last is None or one.time - last >= timedelta(hours=self.hours):
+            elif last is None or not timedelta() <= one.time - last < timedelta(hours=self.hours):
                 reasons[one.step] = f"the first in {self.hours:g} hours"
                 last = one.time
         return reasons

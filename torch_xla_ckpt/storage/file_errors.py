@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 
 TRANSIT = (
-    "%s once sent wrong bytes (%s). The same request, made a second time, returned what was saved, so the checkpoint "
-    "is not damaged. If this happens again, check the network and the store"
+    "%s once gave a wrong answer (%s). The same request, made a second time, returned what was saved, so the "
+    "checkpoint is not damaged. If this happens again, check the network and the store"
 )
-"""Warning about bytes that were garbled on their way from a store. Takes the folder's URL and the problem."""
+"""Warning about an answer of a store that was garbled on its way. Takes the folder's URL and the problem."""
 
 NOT_A_FILE = "there is a folder, a pipe, a socket or a device in the place of the file"
 """Description of the damage when a file's name belongs to something else."""

@@ -153,13 +153,24 @@ class JobReader:
 
     def _views(self, windows: Sequence[Window], items: Sequence[ItemRead], job: ReadJob) -> list[memoryview]:
         try:
-            views = self._folder.view(windows)
+            views = self._asked_again_if_missing(windows)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise _unreadable_file(str(error.filename), items, MISSING) from error
         except (NotAFile, IsADirectoryError) as error:
             raise _unreadable_file(str(error.filename), items, NOT_A_FILE) from error
         job.bytes_read += sum(stop - start for window in windows for start, stop in window.parts)
         return views
+
+    def _asked_again_if_missing(self, windows: Sequence[Window]) -> list[memoryview]:
+        """Return the bytes of windows. Ask a store a second time if it says that a file is missing."""
+        try:
+            return self._folder.view(windows)
+        except FileNotFoundError as error:
+            if not self._folder.remote:
+                raise
+            views = self._folder.view(windows)
+            logger.warning(TRANSIT, self._folder.url, f"{os.path.basename(str(error.filename))}: {MISSING}")
+            return views
 
     def _damage(self, item: ItemRead, wanted: Sequence[Range], window: Window, view: memoryview) -> Damage | None:
         """Compare an item's bytes with their checksums. Return the first block that differs, or None."""
