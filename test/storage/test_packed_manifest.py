@@ -34,7 +34,8 @@ from torch_xla_ckpt.layout import Box
 from torch_xla_ckpt.serialization import MetadataWriter, read_metadata
 from torch_xla_ckpt.storage import records
 from torch_xla_ckpt.storage.columns import decoded_column, encoded_column
-from torch_xla_ckpt.storage.manifest_writing import KeptText, manifest_pieces
+from torch_xla_ckpt.storage.manifest_tensors import KeptText
+from torch_xla_ckpt.storage.manifest_writing import manifest_pieces
 from torch_xla_ckpt.storage.places import Places, StorageEntries
 from torch_xla_ckpt.storage.saved_metadata import SavedMetadata, send_as_arrays
 

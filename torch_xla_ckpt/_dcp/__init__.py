@@ -11,7 +11,7 @@ and their store. ``failures``: DCP's exceptions as ours. The steering of ``dcp.a
 """
 
 from torch_xla_ckpt._dcp.calls import DistWrapper, fail_to_save, load, save
-from torch_xla_ckpt._dcp.catalog import Catalog
+from torch_xla_ckpt._dcp.catalog import Catalog, PackedCatalog
 from torch_xla_ckpt._dcp.chunks import Chunks
 from torch_xla_ckpt._dcp.entries import Entry, decoded_entries, encoded_entries
 from torch_xla_ckpt._dcp.failures import cause
@@ -69,6 +69,7 @@ __all__ = [
     "Items",
     "MemoryFormatEncoding",
     "Offers",
+    "PackedCatalog",
     "PackedOffers",
     "SentItems",
     "StorageInfo",

@@ -14,7 +14,7 @@ from torch_xla_ckpt._dcp.catalog import Catalog
 from torch_xla_ckpt._dcp.entries import Entry, decoded_entries, encoded_entries
 from torch_xla_ckpt._dcp.items import object_item, tensor_item
 from torch_xla_ckpt._dcp.metadata import properties, size_of
-from torch_xla_ckpt._dcp.padding import AnyIntegers, narrow
+from torch_xla_ckpt._dcp.padding import AnyIntegers, narrow, repadded
 from torch_xla_ckpt.layout import Integers
 
 
@@ -72,7 +72,7 @@ class Offers(Items):
 
     def __init__(self, entries: Sequence[Entry], counts: Integers, boxes: Integers):
         super().__init__(entries, np.repeat(np.arange(len(entries)), counts), boxes)
-        self._packed = PackedOffers(encoded_entries(entries), narrow(counts), narrow(boxes))
+        self._packed = PackedOffers(encoded_entries(entries), *_tables(counts, boxes))
 
     def __reduce__(self) -> Any:
         return self._packed.__reduce__()
@@ -86,37 +86,66 @@ class Offers(Items):
 class PackedOffers(Sequence[WriteItem]):
     """``Offers`` as they arrive from a rank. They are unpacked when somebody looks at an item.
 
+    A rank holds the same boxes of many values: models have few kinds of layers. So the boxes are sent once for all
+    values that have them.
+
     Args:
         names: the rank's values, as ``encoded_entries`` returns them.
-        counts: the number of boxes of each value.
-        boxes: the boxes of all values.
+        kinds: for each value, the number of its table of boxes.
+        sizes: for each table, its number of boxes.
+        tables: the boxes of all tables, one after the other.
         digest: the digest of everything else, as the rank has computed it. Default: it is computed here.
     """
 
-    def __init__(self, names: tuple[bytes, ...], counts: AnyIntegers, boxes: AnyIntegers, digest: bytes | None = None):
+    def __init__(
+        self,
+        names: tuple[bytes, ...],
+        kinds: AnyIntegers,
+        sizes: AnyIntegers,
+        tables: AnyIntegers,
+        digest: bytes | None = None,
+    ):
         self.names = names
-        self.counts = counts
-        self.boxes = boxes
+        self._kinds = kinds
+        self._sizes = sizes
+        self._tables = tables
         self.digest = digest or self._digest()
         self._items: Items | None = None
 
     def __reduce__(self) -> Any:
-        return PackedOffers, (self.names, self.counts, self.boxes, self.digest)
+        return PackedOffers, (self.names, self._kinds, self._sizes, self._tables, self.digest)
 
     @property
     def packed(self) -> PackedOffers:
         """The form that is sent."""
         return self
 
+    @property
+    def ndim(self) -> int:
+        """The dimensions that boxes are padded to."""
+        return self._tables.shape[1] // 2
+
+    @property
+    def counts(self) -> AnyIntegers:
+        """The number of boxes of each value."""
+        return self._sizes[self._kinds]
+
+    def boxes(self, ndim: int) -> Integers:
+        """Return the boxes of all values, padded to ``ndim`` dimensions."""
+        counts, sizes = self.counts.astype(np.int64), self._sizes.astype(np.int64)
+        first = (np.cumsum(sizes) - sizes)[self._kinds]
+        rows = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+        return repadded(self._tables, ndim)[rows]
+
     def _digest(self) -> bytes:
         digest = hashlib.blake2b(digest_size=32)
-        for piece in (*self.names, _bytes(self.counts), _bytes(self.boxes)):
+        for piece in (*self.names, _bytes(self._kinds), _bytes(self._sizes), _bytes(self._tables)):
             digest.update(len(piece).to_bytes(8, "little"))
             digest.update(piece)
         return digest.digest()
 
     def __len__(self) -> int:
-        return len(self.boxes)
+        return int(self.counts.sum(dtype=np.int64))
 
     @overload
     def __getitem__(self, at: int) -> WriteItem: ...
@@ -134,7 +163,7 @@ class PackedOffers(Sequence[WriteItem]):
         if self._items is None:
             entries = [entry for piece in self.names for entry in decoded_entries(piece)]
             numbers = np.repeat(np.arange(len(entries)), self.counts)
-            self._items = Items(entries, numbers, self.boxes.astype(np.int64))
+            self._items = Items(entries, numbers, self.boxes(self.ndim))
         return self._items
 
 
@@ -187,6 +216,26 @@ class SentItems:
     def items(self, entries: Sequence[Entry]) -> Items:
         """Return the items, given the rank's values."""
         return Items(entries, self.numbers.astype(np.int64), self.boxes.astype(np.int64))
+
+
+def _tables(counts: Integers, boxes: Integers) -> tuple[AnyIntegers, AnyIntegers, AnyIntegers]:
+    """Return the number of each value's table of boxes, the sizes of the tables, and the boxes of all tables."""
+    known: dict[tuple[int, bytes], int] = {}
+    kinds, sizes, rows = [], [], [boxes[:0]]
+    end = 0
+    for count in counts.tolist():
+        own = boxes[end : end + count]
+        end += count
+        kind = known.setdefault((count, own.tobytes()), len(known))
+        if kind == len(sizes):
+            sizes.append(count)
+            rows.append(own)
+        kinds.append(kind)
+    return (
+        narrow(np.array(kinds, dtype=np.int64)),
+        narrow(np.array(sizes, dtype=np.int64)),
+        narrow(np.concatenate(rows)),
+    )
 
 
 def _bytes(numbers: AnyIntegers) -> bytes:

@@ -164,14 +164,15 @@ class Gathered:
         self._decoded: dict[bytes, Integers] = {}
         offers = [plan.offers for plan in plans]
         self.ids = [self._ids(rank, plan) for rank, plan in enumerate(plans)]
-        ndim = max((own.boxes.shape[1] // 2 for own in offers), default=0)
+        ndim = max((own.ndim for own in offers), default=0)
         self.numbers = np.concatenate([np.repeat(ids, own.counts) for ids, own in zip(self.ids, offers)])
-        self.ranks = np.concatenate([np.full(len(own), rank, dtype=np.int32) for rank, own in enumerate(offers)])
+        lengths = [len(own) for own in offers]
+        self.ranks = np.repeat(np.arange(len(offers), dtype=np.int32), lengths)
         self.boxes = np.empty((len(self.numbers), 2 * ndim), dtype=np.int64)
         end = 0
-        for own in offers:
-            end += len(own)
-            self.boxes[end - len(own) : end] = _dcp.repadded(own.boxes, ndim)
+        for own, length in zip(offers, lengths):
+            end += length
+            self.boxes[end - length : end] = own.boxes(ndim)
 
     def _ids(self, rank: int, plan: SentPlan) -> Integers:
         """Return the positions of a rank's values. Most ranks have equal values, which are decoded once."""

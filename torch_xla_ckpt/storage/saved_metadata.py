@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -59,20 +60,38 @@ def send_as_arrays(metadata: Metadata) -> None:
         metadata._is_sent_next = True
 
 
+class _Steady(NamedTuple):
+    """Columns that rarely change from save to save, and the forms in which they are sent.
+
+    Args:
+        file, length: the columns, which nobody can change.
+        files: the files, in pieces.
+        lengths: the lengths, as ``_arrived`` takes them.
+    """
+
+    file: Integers
+    length: Integers
+    files: list[_Piece]
+    lengths: tuple[_dcp.AnyIntegers, _dcp.AnyIntegers]
+
+
+_steady: weakref.WeakKeyDictionary[_dcp.Catalog, _Steady] = weakref.WeakKeyDictionary()
+
+
 def _sent(metadata: Metadata, stored: StorageEntries) -> tuple[Any, ...]:
     catalog, places = stored.catalog, stored.places
-    tables = sorted({table for table in catalog.tables if table >= 0})
-    boxes = {table: _dcp.narrow(catalog.boxes[catalog.first[table] : catalog.first[table + 1]]) for table in tables}
-    begins = np.flatnonzero(np.diff(places.length, prepend=-1))  # items of one tensor have one length
-    lengths = _dcp.narrow(np.diff(np.append(begins, len(catalog)))), _dcp.narrow(places.length[begins])
-    columns = [_pieces(places.file), _pieces(places.offset // ALIGNMENT)]
+    steady = _steady.get(catalog)
+    if steady is None or steady.file is not places.file or steady.length is not places.length:
+        begins = np.flatnonzero(np.diff(places.length, prepend=-1))  # items of one tensor have one length
+        lengths = _dcp.narrow(np.diff(np.append(begins, len(catalog)))), _dcp.narrow(places.length[begins])
+        steady = _Steady(places.file, places.length, _pieces(_dcp.narrow(places.file)), lengths)
+        if not places.file.flags.writeable and not places.length.flags.writeable:
+            _steady[catalog] = steady
     return (
-        _dcp.encoded_entries(catalog.entries),
-        catalog.tables,
-        boxes,
+        catalog.packed,
         tuple(places.names),
-        columns,
-        lengths,
+        [steady.files, _pieces(places.units)],
+        steady.lengths,
         None if catalog.has_paths(metadata.planner_data) else (metadata.planner_data,),
         metadata.storage_meta,
         metadata.version,
@@ -89,15 +108,12 @@ class _Piece:
         return np.frombuffer, (self._numbers.tobytes(), self._numbers.dtype)
 
 
-def _pieces(column: Integers) -> list[_Piece]:
-    small = _dcp.narrow(column)
-    return [_Piece(small[at : at + _ROWS]) for at in range(0, len(small), _ROWS)]
+def _pieces(column: _dcp.AnyIntegers) -> list[_Piece]:
+    return [_Piece(column[at : at + _ROWS]) for at in range(0, len(column), _ROWS)]
 
 
 def _arrived(
-    names: tuple[bytes, ...],
-    tables: tuple[int, ...],
-    boxes: dict[int, _dcp.AnyIntegers],
+    packed: _dcp.PackedCatalog,
     files: tuple[str, ...],
     columns: list[list[_dcp.AnyIntegers]],
     lengths: tuple[_dcp.AnyIntegers, _dcp.AnyIntegers],
@@ -106,17 +122,13 @@ def _arrived(
     version: str | None,
 ) -> SavedMetadata:
     """Return metadata that another rank has sent."""
-    entries = tuple(entry for piece in names for entry in _dcp.decoded_entries(piece))
-    ndim = max((len(table[0]) // 2 for table in boxes.values() if len(table)), default=0)
-    rows = [boxes[t].astype(np.int64) if t >= 0 else np.zeros((1, 2 * ndim), dtype=np.int64) for t in tables]
-    first = np.concatenate([[0], np.cumsum([len(row) for row in rows], dtype=np.int64)])
-    catalog = _dcp.Catalog(entries, first, np.concatenate([np.zeros((0, 2 * ndim), dtype=np.int64), *rows]))
+    catalog = packed.catalog()
     nothing = np.zeros(0, dtype=np.int64)
-    file, offset = (np.concatenate([nothing, *column]) for column in columns)
+    file, units = (np.concatenate([nothing, *column]) for column in columns)
     length = np.repeat(lengths[1].astype(np.int64), lengths[0])
     made = catalog.metadata()
     made.planner_data = made.planner_data if planner_data is None else planner_data[0]
-    made.storage_data = StorageEntries(catalog, Places(files, file, offset * ALIGNMENT, length, nothing, nothing))
+    made.storage_data = StorageEntries(catalog, Places(files, file, units * ALIGNMENT, length, nothing, nothing))
     made.storage_meta, made.version = storage_meta, version
     made.__class__ = SavedMetadata
     return made  # type: ignore[return-value]

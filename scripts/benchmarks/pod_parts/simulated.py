@@ -16,8 +16,8 @@ import torch
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.layout import Box, Shard, TensorLayout
 from torch_xla_ckpt.protocols import TensorAccess
-from torch_xla_ckpt.storage.places import WrittenItems
 from torch_xla_ckpt.storage.stored import BLOCK
+from torch_xla_ckpt.storage.written import WrittenItems
 
 _FRAME = 1088  # bytes that torch.save writes around a tensor
 
@@ -134,12 +134,12 @@ def written(items: _dcp.Items, host: int, save_id: str, seed: int) -> WrittenIte
     offset = np.empty(len(items), dtype=np.int64)
     offset[order] = np.cumsum(extent[order]) - extent[order]
     blocks = int(np.maximum(1, -(-extent // BLOCK)).sum())
-    return WrittenItems(
-        numbers=_dcp.narrow(np.arange(len(items))),
+    return WrittenItems.of_columns(
         names=(f"__{host}_0-{save_id}.distcp",),
-        file=np.zeros(len(items), dtype=np.uint8),
-        offset=_dcp.narrow(offset),
-        length=_dcp.narrow(length),
+        numbers=np.arange(len(items)),
+        file=np.zeros(len(items), dtype=np.int64),
+        offset=offset,
+        length=length,
         data=np.where(is_tensor, _FRAME, -1),
         checksums=generator.bytes(8 * blocks),
     )
