@@ -175,14 +175,15 @@ class AssignedItems(Items):
         numbers: for each row of the catalog, the position of its value.
         rows: the position of each of the rank's items among the items of all ranks.
         local: for each of the rank's items, the position of its value in the rank's own offers.
+        boxes: the boxes of the rank's items.
     """
 
-    def __init__(self, catalog: Catalog, numbers: Integers, rows: Integers, local: Integers):
+    def __init__(self, catalog: Catalog, numbers: Integers, rows: Integers, local: Integers, boxes: AnyIntegers):
         self.entries = catalog.entries
         self.catalog = catalog
         self.rows = rows
         self._numbers = numbers
-        self._sent = SentItems(narrow(local), narrow(catalog.boxes[rows]))
+        self._sent = SentItems(narrow(local), boxes)
 
     @property
     def numbers(self) -> Integers:  # type: ignore[override]

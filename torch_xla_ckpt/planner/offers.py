@@ -20,7 +20,7 @@ from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.layout import Box, Integers
 from torch_xla_ckpt.state import Leaf, TensorHandle
 
-_PIECE = 1 << 18  # rows that are worked on together, so that temporary arrays stay small
+_PIECE = 1 << 16  # rows that are worked on together, so that temporary arrays stay in the processor's cache
 
 
 @dataclass(frozen=True)
@@ -222,10 +222,14 @@ def positions_of(entries: Sequence[_dcp.Entry], numbers: Integers, boxes: Intege
     positions = np.empty(len(numbers), dtype=np.int64)
     for at in range(0, len(numbers), _PIECE):
         part = slice(at, at + _PIECE)
-        own, starts = numbers[part], boxes[part, :ndim]
-        if (starts + boxes[part, ndim:] > sizes[own]).any():
-            return None
-        positions[part] = base[own] + (starts * strides[own]).sum(axis=1)
+        own = numbers[part]
+        found = base[own]
+        for dim in range(ndim):
+            starts = boxes[part, dim]
+            if (starts + boxes[part, ndim + dim] > sizes[own, dim]).any():
+                return None
+            found += starts * strides[own, dim]
+        positions[part] = found
     return positions
 
 
