@@ -18,6 +18,7 @@ from torch_xla_ckpt._dcp.failures import cause
 from torch_xla_ckpt._dcp.groups import default_store, is_alive, new_group, timeout_of
 from torch_xla_ckpt._dcp.item_arrays import (
     AssignedItems,
+    HeldItems,
     Items,
     Offers,
     PackedOffers,
@@ -65,6 +66,7 @@ __all__ = [
     "DistWrapper",
     "Entry",
     "FlatMetadata",
+    "HeldItems",
     "IntegerKey",
     "Items",
     "MemoryFormatEncoding",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, overload
 
 import numpy as np
+import xxhash
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 
@@ -168,7 +170,7 @@ class PackedOffers(Sequence[WriteItem]):
 
 
 class AssignedItems(Items):
-    """The items that one rank shall write, as the coordinator knows them.
+    """The items that one rank shall write, as the coordinator knows them. They are sent as ``SentItems``.
 
     Args:
         catalog: the items of all ranks.
@@ -184,6 +186,7 @@ class AssignedItems(Items):
         self.rows = rows
         self._numbers = numbers
         self._sent = SentItems(narrow(local), boxes)
+        self._reduced: Callable[[], Any] = self._sent.__reduce__
 
     @property
     def numbers(self) -> Integers:  # type: ignore[override]
@@ -199,7 +202,25 @@ class AssignedItems(Items):
         return len(self.rows)
 
     def __reduce__(self) -> Any:
-        return SentItems, (self._sent.numbers, self._sent.boxes)
+        return self._reduced()
+
+    def sent_to(self, rank_has: bytes) -> AssignedItems:
+        """Return the same items, which are sent as ``HeldItems`` if the rank has them from an earlier save.
+
+        Args:
+            rank_has: the digest of the ``SentItems`` that the rank has; empty if it has none.
+        """
+        is_held = rank_has != b"" and rank_has == self._sent.digest
+        return self._sent_as(lambda: (HeldItems, (rank_has,))) if is_held else self
+
+    def sent_as_list(self) -> AssignedItems:
+        """Return the same items, which are sent as a list: for a rank that numbers its values otherwise."""
+        return self._sent_as(lambda: (list, (list(self),)))
+
+    def _sent_as(self, reduced: Callable[[], Any]) -> AssignedItems:
+        other = object.__new__(AssignedItems)
+        other.__dict__.update(self.__dict__, _reduced=reduced)
+        return other
 
 
 class SentItems:
@@ -214,9 +235,27 @@ class SentItems:
         self.numbers = numbers
         self.boxes = boxes
 
+    def __reduce__(self) -> Any:
+        return SentItems, (self.numbers, self.boxes)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """A digest of all items. Different items have different digests."""
+        return xxhash.xxh3_128_digest(_bytes(self.numbers) + _bytes(self.boxes))
+
     def items(self, entries: Sequence[Entry]) -> Items:
         """Return the items, given the rank's values."""
         return Items(entries, self.numbers.astype(np.int64), self.boxes.astype(np.int64))
+
+
+class HeldItems(NamedTuple):
+    """Stands for ``SentItems`` that a rank has from an earlier save.
+
+    Args:
+        digest: the digest of these items.
+    """
+
+    digest: bytes
 
 
 def _tables(counts: Integers, boxes: Integers) -> tuple[AnyIntegers, AnyIntegers, AnyIntegers]:

@@ -31,19 +31,26 @@ class LocalFacts:
         numbers: the positions of the values that other ranks may hold with other data, in the rank's state dict.
         digests: a digest of each of these values, 16 bytes each.
         names: the rank's values, as in its offers. A pickle holds them once.
+        held: the digest of the items that the rank was told to write after the same offers; empty if it has none.
     """
 
     numbers: _dcp.AnyIntegers
     digests: bytes = b""
     names: tuple[bytes, ...] = ()
+    held: bytes = b""
 
     @classmethod
     def of(
-        cls, entries: Sequence[_dcp.Entry], digests: Mapping[str, bytes], names: tuple[bytes, ...] = ()
+        cls,
+        entries: Sequence[_dcp.Entry],
+        digests: Mapping[str, bytes],
+        names: tuple[bytes, ...] = (),
+        held: bytes = b"",
     ) -> LocalFacts:
         """Return the facts of a rank from the digests of its values by key."""
         numbers = [number for number, entry in enumerate(entries) if entry.key in digests]
-        return cls(np.array(numbers, dtype=np.int64), b"".join(digests[entries[n].key] for n in numbers), names)
+        joined = b"".join(digests[entries[n].key] for n in numbers)
+        return cls(np.array(numbers, dtype=np.int64), joined, names, held)
 
     def by_key(self) -> tuple[dict[str, _dcp.Entry], dict[str, bytes]]:
         """Return the rank's values, and the digests, by key."""
@@ -83,6 +90,20 @@ def entry_of(key: str, leaf: Leaf, held: TensorHandle | None) -> _dcp.Entry:
     return _dcp.Entry(
         key, leaf.path, layout.dtype, tuple(layout.shape), bool(held.tensor.requires_grad), layout.sharding
     )
+
+
+def as_sent(own: _dcp.AssignedItems, plan: SavePlan) -> _dcp.AssignedItems:
+    """Return a rank's items in the form in which they are sent.
+
+    Args:
+        own: the items.
+        plan: what the rank has sent.
+    """
+    facts = plan.planner_data
+    if not isinstance(plan.items, (_dcp.Offers, _dcp.PackedOffers)):
+        # A subclass or a storage writer has made a list. The rank's values are numbered as without it.
+        return own.sent_as_list()
+    return own.sent_to(facts.held) if isinstance(facts, LocalFacts) else own
 
 
 class SentPlan(NamedTuple):

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from benchmarks.pod_parts.checks import check_incomplete, check_records
 from benchmarks.pod_parts.measuring import Phases, memory
-from benchmarks.pod_parts.simulated import Pod, written
+from benchmarks.pod_parts.simulated import Pod, next_plan, written
 from torch_xla_ckpt.planner import SPMDSavePlanner
 from torch_xla_ckpt.runtime import without_collector
 from torch_xla_ckpt.storage import ShardWriter, commit
@@ -69,9 +69,11 @@ def _save(
     plans = phases.run("prepare", writer.prepare_global_plan, plans)
     phases.run("scatter", _scattered, plans)
     save_id = plans[0].storage_data.save_id
+    planner.finish_plan(pickle.loads(pickle.dumps(plans[0])))
     if os.fork() == 0:  # the memory of the other hosts' part is not the coordinator's
         for host, plan in enumerate(plans):
             (work / f"result{host}").write_bytes(pickle.dumps(written(plan.items, host, save_id, number)))
+            (work / f"plan{host}").write_bytes(next_plan((work / f"plan{host}").read_bytes(), pickle.dumps(plan)))
         os._exit(0)
     os.wait()
     plans.clear()

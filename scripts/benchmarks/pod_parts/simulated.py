@@ -7,8 +7,9 @@ boxes that a host's chips would hold.
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -121,6 +122,18 @@ class PodAccess(TensorAccess):
 
     def put(self, tensor: torch.Tensor, layout: TensorLayout, shards: Mapping[Box, torch.Tensor]) -> None:
         raise NotImplementedError("a simulated pod has no data")
+
+
+def next_plan(sent: bytes, got: bytes) -> bytes:
+    """Return the plan that a host sends in the next save: the same one, and a digest of the items that it has got.
+
+    Args:
+        sent: the plan that the host has sent, pickled.
+        got: the plan that it has got, pickled.
+    """
+    plan = pickle.loads(sent)
+    facts = replace(plan.planner_data, held=pickle.loads(got).items.digest)
+    return pickle.dumps(replace(plan, planner_data=facts))
 
 
 def written(items: _dcp.Items, host: int, save_id: str, seed: int) -> WrittenItems:
