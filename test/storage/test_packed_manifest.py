@@ -3,11 +3,13 @@
 import base64
 import contextlib
 import copy
+import dataclasses
 import json
 import pickle
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -37,7 +39,7 @@ from torch_xla_ckpt.storage.columns import decoded_column, encoded_column
 from torch_xla_ckpt.storage.manifest_tensors import KeptText
 from torch_xla_ckpt.storage.manifest_writing import manifest_pieces
 from torch_xla_ckpt.storage.places import Places, StorageEntries
-from torch_xla_ckpt.storage.saved_metadata import SavedMetadata, send_as_arrays
+from torch_xla_ckpt.storage.saved_metadata import SavedMetadata, send_as_arrays, shortened
 
 CUT = CutAccess(grid(24, 4))
 
@@ -414,10 +416,58 @@ def test_metadata_for_other_ranks_holds_arrays_once_and_pickles_as_plain_metadat
     sent = pickle.dumps(metadata)
     arrived = pickle.loads(sent)
     assert len(sent) < len(plain) / 3
-    assert isinstance(arrived, SavedMetadata) and arrived == metadata
+    assert isinstance(arrived, SavedMetadata) and "state_dict_metadata" not in vars(arrived)  # nobody has looked yet
+    assert arrived == metadata and "state_dict_metadata" in vars(arrived) and type(arrived) is SavedMetadata
     assert repr(metadata).startswith(repr(arrived)[:-1])
     assert isinstance(arrived.storage_data, StorageEntries)
     assert dict(arrived.storage_data) == dict(metadata.storage_data) == pickle.loads(plain).storage_data
     for again in (metadata, arrived):
         assert pickle.loads(pickle.dumps(again)) == pickle.loads(plain) == copy.deepcopy(again)
     assert arrived.state_dict_metadata["model.w"].properties == TensorProperties(torch.float32)
+
+
+LOOKS = {
+    "a field": lambda metadata: metadata.planner_data,
+    "another field": lambda metadata: metadata.storage_data[MetadataIndex("step")],
+    "fields in threads": lambda metadata: list(
+        ThreadPoolExecutor(8).map(lambda n: (metadata.storage_data, metadata.planner_data)[n % 2], range(64))
+    ),
+    "repr": repr,
+    "equality": lambda metadata: metadata == pickle.loads(pickle.dumps(metadata)),
+    "a copy": copy.deepcopy,
+    "replace": lambda metadata: dataclasses.replace(metadata, version="2"),
+    "the report": lambda metadata: shortened(metadata, None),
+    "an assignment": lambda metadata: setattr(metadata, "version", metadata.version),
+    "nothing": lambda metadata: None,
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_metadata_that_arrived_is_unpacked_whoever_looks_at_it_first(look, saved, tmp_path):
+    metadata = save(tmp_path)
+    send_as_arrays(metadata)
+    arrived = pickle.loads(pickle.dumps(metadata))
+    look(arrived)
+    assert arrived == metadata and dict(arrived.storage_data) == dict(metadata.storage_data)
+    assert pickle.loads(pickle.dumps(arrived)) == pickle.loads(pickle.dumps(metadata))
+
+
+@given(st.lists(tilings(), min_size=1, max_size=6), st.randoms(use_true_random=False))
+def test_offers_hold_equal_boxes_once(tiled, chance):
+    """Boxes of values with other numbers of dimensions, in any order, and values of which a rank holds nothing."""
+    own = [
+        [],
+        *([box for box in boxes if chance.random() < 0.8] for _, boxes in tiled for _ in range(chance.randint(1, 3))),
+    ]
+    chance.shuffle(own)
+    ndim = max(len(whole.sizes) for whole, _ in tiled)
+    rows = np.array([_dcp.padded_row(box, ndim) for boxes in own for box in boxes], dtype=np.int64).reshape(
+        -1, 2 * ndim
+    )
+    counts = np.array(list(map(len, own)), dtype=np.int64)
+    entries = [_dcp.Entry(str(n), (str(n),), torch.float32, (1,)) for n in range(len(own))]
+    packed = pickle.loads(pickle.dumps(_dcp.Offers(entries, counts, rows)))
+    assert packed.counts.tolist() == counts.tolist() and len(packed) == len(rows)
+    for wider in (0, 2):
+        wide = packed.boxes(ndim + wider)
+        assert wide.tolist() == _dcp.repadded(rows, ndim + wider).tolist() and wide.dtype == np.int64

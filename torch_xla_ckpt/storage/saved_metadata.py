@@ -112,6 +112,46 @@ def _pieces(column: _dcp.AnyIntegers) -> list[_Piece]:
     return [_Piece(column[at : at + _ROWS]) for at in range(0, len(column), _ROWS)]
 
 
+class _Late:
+    """A field of ``_ArrivedMetadata``, which is made when somebody looks at it."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, metadata: _ArrivedMetadata | None, owner: type) -> Any:
+        if metadata is None:
+            return None
+        metadata.unpack()
+        return metadata.__dict__[self._name]
+
+
+class _ArrivedMetadata(SavedMetadata):
+    """Metadata that another rank has sent. Most programs never look at it, so it stays packed until then."""
+
+    state_dict_metadata = _Late()  # type: ignore[assignment]
+    planner_data = _Late()
+    storage_data = _Late()
+
+    def unpack(self) -> None:
+        """Become ordinary ``SavedMetadata``. Several threads may look at once."""
+        parts = self.__dict__.get("_packed")
+        if parts is None:
+            return
+        packed, files, columns, lengths, planner_data = parts
+        catalog = packed.catalog()
+        nothing = np.zeros(0, dtype=np.int64)
+        file, units = (np.concatenate([nothing, *column]) for column in columns)
+        length = np.repeat(lengths[1].astype(np.int64), lengths[0])
+        made = catalog.metadata()
+        self.__dict__.update(
+            state_dict_metadata=made.state_dict_metadata,
+            planner_data=made.planner_data if planner_data is None else planner_data[0],
+            storage_data=StorageEntries(catalog, Places(files, file, units * ALIGNMENT, length, nothing, nothing)),
+        )
+        self.__class__ = SavedMetadata  # type: ignore[assignment]
+        self.__dict__.pop("_packed", None)
+
+
 def _arrived(
     packed: _dcp.PackedCatalog,
     files: tuple[str, ...],
@@ -122,16 +162,10 @@ def _arrived(
     version: str | None,
 ) -> SavedMetadata:
     """Return metadata that another rank has sent."""
-    catalog = packed.catalog()
-    nothing = np.zeros(0, dtype=np.int64)
-    file, units = (np.concatenate([nothing, *column]) for column in columns)
-    length = np.repeat(lengths[1].astype(np.int64), lengths[0])
-    made = catalog.metadata()
-    made.planner_data = made.planner_data if planner_data is None else planner_data[0]
-    made.storage_data = StorageEntries(catalog, Places(files, file, units * ALIGNMENT, length, nothing, nothing))
+    made = object.__new__(_ArrivedMetadata)
+    made.__dict__["_packed"] = packed, files, columns, lengths, planner_data
     made.storage_meta, made.version = storage_meta, version
-    made.__class__ = SavedMetadata
-    return made  # type: ignore[return-value]
+    return made
 
 
 def shortened(metadata: Metadata, report: SaveReport) -> Metadata:

@@ -66,6 +66,7 @@ def measure(pod: Pod) -> dict[str, Any]:
         sizes = {path.name.partition("-")[0]: path.stat().st_size for path in (work / "checkpoint").iterdir()}
     saves = (first, *later)
     second = min(later, key=lambda save: sum(save["processor"].values()))
+    floor = min(save["floor"] for save in saves)
     load = sorted(loads, key=lambda one: sum(one["processor"].values()))[len(loads) // 2]
     return {
         "chips": pod.hosts * pod.chips,
@@ -76,6 +77,7 @@ def measure(pod: Pod) -> dict[str, Any]:
         },
         "memory": max(save["memory"] for save in saves),
         "pause": statistics.median(max(save["pauses"].values()) for save in saves),
+        "floor": floor,
         "balance": first["balance"],
         "plan_bytes": first["sent"],
         "metadata_bytes": sizes[".metadata"],
@@ -96,7 +98,8 @@ def main() -> None:
     parser.add_argument("--picture", help="draw how the times grow with the pod into this PNG file")
     options = parser.parse_args()
     table = Table(title="coordinator and one host of a simulated pod: seconds (and processor time)")
-    names = ("pod", "chunks", "first save", "second save", "memory", "longest pause", "load plan", "most loaded / mean")
+    names = ("pod", "chunks", "first save", "second save", "second / first", "floor", "second / floor")
+    names += ("memory", "longest pause", "load plan", "most loaded / mean")
     for name in names:
         table.add_column(name, justify="left" if name == "pod" else "right")
     results = {}
@@ -108,6 +111,9 @@ def main() -> None:
             name,
             f"{found['chunks']:,}",
             *(duration(found[one]) for one in ("first", "second")),
+            f"{100 * found['second']['seconds'] / found['first']['seconds']:.0f} %",
+            f"{found['floor']:.3f} s",
+            f"{found['second']['seconds'] / found['floor']:.1f}",
             f"{found['memory'] / 1024:.2f} GiB",
             f"{1000 * found['pause']:.0f} ms",
             duration(found["load"]),
@@ -115,7 +121,7 @@ def main() -> None:
         )
         if options.json:
             Path(options.json).write_text(json.dumps(results, indent=2))
-    Console(width=max(160, Console().width)).print(table)
+    Console(width=max(200, Console().width)).print(table)
     if options.picture:
         draw([found for name, found in results.items() if PODS[name].replicas == 1], Path(options.picture))
 

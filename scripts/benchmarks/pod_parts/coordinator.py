@@ -19,7 +19,7 @@ from unittest import mock
 from torch.distributed.checkpoint.metadata import Metadata
 
 from benchmarks.pod_parts.checks import check_incomplete, check_records
-from benchmarks.pod_parts.measuring import Phases, memory
+from benchmarks.pod_parts.measuring import Phases, floor, memory
 from benchmarks.pod_parts.simulated import Pod, next_plan, written
 from torch_xla_ckpt.planner import SPMDSavePlanner
 from torch_xla_ckpt.runtime import without_collector
@@ -50,6 +50,7 @@ def main(pod: Pod, work: Path, checked: bool) -> None:
             "memory": memory("VmHWM") - start,
             "balance": _balance(writer),
             "sent": len(pickle.dumps(own)),
+            "floor": floor(work / "checkpoint", work / "floor"),
         }
         print(json.dumps(line), flush=True)
         if checked and number == SAVES - 1:  # it uses what the saves before it have kept
