@@ -461,10 +461,9 @@ def test_offers_hold_equal_boxes_once(tiled, chance):
     ]
     chance.shuffle(own)
     ndim = max(len(whole.sizes) for whole, _ in tiled)
-    rows = np.array([_dcp.padded_row(box, ndim) for boxes in own for box in boxes], dtype=np.int64).reshape(
-        -1, 2 * ndim
-    )
     counts = np.array(list(map(len, own)), dtype=np.int64)
+    listed = [_dcp.padded_row(box, ndim) for boxes in own for box in boxes]
+    rows = np.array(listed, dtype=np.int64).reshape(len(listed), 2 * ndim)
     entries = [_dcp.Entry(str(n), (str(n),), torch.float32, (1,)) for n in range(len(own))]
     packed = pickle.loads(pickle.dumps(_dcp.Offers(entries, counts, rows)))
     assert packed.counts.tolist() == counts.tolist() and len(packed) == len(rows)

@@ -35,6 +35,14 @@ def test_runs_come_back(pairs):
     assert runs.total() == int(numbers.sum())
 
 
+@given(st.lists(st.tuples(NUMBERS, st.integers(0, 5)), min_size=1, max_size=30), st.sampled_from([0, 10, 1 << 18]))
+def test_repeated_is_what_numpy_repeats(pairs, many):
+    values, counts = np.array(pairs, dtype=np.int64).T
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch_xla_ckpt._dcp.padding._MANY", many)
+        assert _dcp.repeated(values, counts).tolist() == np.repeat(values, counts).tolist()
+
+
 @given(
     st.lists(st.binary(max_size=3000), max_size=20),
     st.integers(1, 2000),
@@ -62,10 +70,10 @@ class Save:
         self.chance = chance
         self.lengths = np.array(lengths, dtype=np.int64)
         self.data = np.where(np.arange(len(lengths)) % 5 == 4, NOWHERE, 64)
+        self.data[: len(lengths) // 2] = 64
         self.rows = [np.flatnonzero(np.array(owner) == rank) for rank in range(world)]
         self.files = [self.chance.integers(0, 2, len(rows)) for rows in self.rows]
         self.skipped: tuple[int, ...] = ()
-        self.checksums = chance.integers(0, 1 << 62, int(blocks_of(self.lengths).sum()))
 
     def results(self, save_id):
         """What each rank sends, and what must come of it: for each row, its file, offset, length, data, checksums."""
@@ -153,9 +161,15 @@ def test_places_are_right_whether_they_are_made_anew_or_not(lengths, world, seed
 
 
 def saves(*changes, world=3, count=200):
-    """Saves of one catalog, each after a change. Yields the places and sizes of each, as a coordinator gets them."""
+    """Saves of one catalog, each after a change. Yields the places and sizes of each, as a coordinator gets them.
+
+    There are two tensors, the first of which is packed, and an object.
+    """
     chance = np.random.default_rng(1)
-    catalog, known = catalog_of(count), None
+    rows, half = catalog_of(count).boxes, count // 2
+    entries = [_dcp.Entry(key, (key,), torch.float32, (count,), False, key) for key in ("packed %d", 'listed "%s"')]
+    first = np.array([0, half, count - 1, count])
+    catalog, known = _dcp.Catalog((*entries, _dcp.Entry("object %", ("object %",))), first, rows), None
     save = Save(chance, [100 + 900 * (n % 3) for n in range(count)], chance.integers(0, world, count), world)
     for number, change in enumerate(changes):
         CHANGES[change](save)
@@ -172,14 +186,16 @@ def test_records_that_use_kept_parts_are_a_full_encoding():
     for number, (catalog, places, files) in enumerate(saves(*changes)):
         writer, kept = writer or MetadataWriter(catalog), kept or KeptText()
         meta = xc.ShardWriter("/x").storage_meta()
-        reused += kept.around != {}
-        before = dict(kept.around)
+        before = {**kept.around, **kept.templates}
+        reused += before != {}
         arguments = (meta, "1.0.0", places.names, places)
         assert b"".join(writer.pieces(*arguments)) == b"".join(MetadataWriter(catalog).pieces(*arguments))
         texts = [b"".join(manifest_pieces(head, files, {}, catalog, places, text)) for text in (kept, KeptText())]
         assert texts[0] == texts[1]
         if number == 1:
-            assert all(kept.around[key] is text for key, text in before.items()), "nothing was used again"
+            assert len(kept.around) == 1 and len(kept.templates) == 2
+            after = {**kept.around, **kept.templates}
+            assert all(after[key] is text for key, text in before.items()), "nothing was used again"
     assert reused == len(changes) - 1
 
 

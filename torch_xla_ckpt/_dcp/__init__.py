@@ -53,7 +53,7 @@ from torch_xla_ckpt._dcp.metadata import (
     storage_info,
     unstored,
 )
-from torch_xla_ckpt._dcp.padding import AnyIntegers, narrow, padded_row, repadded
+from torch_xla_ckpt._dcp.padding import AnyIntegers, narrow, padded_row, repadded, repeated
 from torch_xla_ckpt._dcp.values import IntegerKey, dtensor_box, is_sharded_tensor, is_stateful, state_of
 
 __all__ = [
@@ -101,6 +101,7 @@ __all__ = [
     "properties",
     "read_object",
     "repadded",
+    "repeated",
     "save",
     "size_of",
     "sizes_by_offsets",

@@ -187,13 +187,13 @@ class Gathered:
         self.ids = [self._ids(rank, plan) for rank, plan in enumerate(plans)]
         ndim = max((own.ndim for own in offers), default=0)
         self.numbers = np.concatenate([np.repeat(ids, own.counts) for ids, own in zip(self.ids, offers)])
-        lengths = [len(own) for own in offers]
-        self.ranks = np.repeat(np.arange(len(offers), dtype=np.int32), lengths)
+        self.ranks = np.empty(len(self.numbers), dtype=np.int32)
         self.boxes = np.empty((len(self.numbers), 2 * ndim), dtype=np.int64)
         end = 0
-        for own, length in zip(offers, lengths):
-            end += length
-            self.boxes[end - length : end] = own.boxes(ndim)
+        for rank, own in enumerate(offers):
+            start, end = end, end + len(own)
+            self.ranks[start:end] = rank
+            self.boxes[start:end] = own.boxes(ndim)
 
     def _ids(self, rank: int, plan: SentPlan) -> Integers:
         """Return the positions of a rank's values. Most ranks have equal values, which are decoded once."""

@@ -15,6 +15,7 @@ from torch_xla_ckpt.layout import Box, Claim, Integers, assign
 from torch_xla_ckpt.planner.offers import Gathered, itemsizes, positions_of
 
 _PIECE = 1 << 16  # rows that are compared together
+_OBJECTS = 1 << 12  # objects that become rows together, while Python's lock is held
 
 
 class Owners:
@@ -71,16 +72,25 @@ class Owners:
             key = own.tobytes()
             return holders.get(key) or holders.setdefault(key, tuple(dict.fromkeys(own.tolist())))
 
-        claims = [
-            Claim(Box(tuple(row[:ndim]), tuple(row[ndim:])), itemsize, holders_of(group))
-            for group, row, itemsize in zip(shared.tolist(), boxes[shared].tolist(), sizes[numbers[shared]].tolist())
-        ]
+        claims: list[Claim] = []
+        for at in range(0, len(shared), _OBJECTS):
+            some = shared[at : at + _OBJECTS]
+            columns = some.tolist(), boxes[some].tolist(), sizes[numbers[some]].tolist()
+            claims += [
+                Claim(Box(tuple(row[:ndim]), tuple(row[ndim:])), itemsize, holders_of(group))
+                for group, row, itemsize in zip(*columns)
+            ]
         assigned = assign(claims, dict(enumerate(written.tolist())))
-        claimed = np.array([one.claim for one in assigned], dtype=np.int64)
-        rows = np.array([(*one.box.offsets, *one.box.sizes) for one in assigned], dtype=np.int64)
-        all_numbers = np.concatenate([numbers[alone], numbers[shared[claimed]]])
-        all_boxes = np.concatenate([boxes[alone], rows.reshape(len(claimed), 2 * ndim)])
-        all_ranks = np.concatenate([ranks[alone], np.array([one.rank for one in assigned], dtype=np.int64)])
+        parts = [assigned[at : at + _OBJECTS] for at in range(0, len(assigned), _OBJECTS)]
+        table = np.concatenate(
+            [
+                np.array([(one.claim, one.rank, *one.box.offsets, *one.box.sizes) for one in part], dtype=np.int64)
+                for part in parts
+            ]
+        )
+        all_numbers = np.concatenate([numbers[alone], numbers[shared[table[:, 0]]]])
+        all_ranks = np.concatenate([ranks[alone], table[:, 1]])
+        all_boxes = np.concatenate([boxes[alone], table[:, 2:]])
         again, _ = _in_order(self._offers.entries, all_numbers, all_boxes)
         return all_numbers[again], all_boxes[again], all_ranks[again]
 

@@ -52,7 +52,7 @@ class Placing:
         self._blocks: Integers | None = None  # the position of each block among those that were sent
         if self._is_complete and (counts != 1).any():
             own = np.diff(self._first_block)
-            self._blocks = np.repeat(before[self._order] - self._first_block[:-1], own) + np.arange(own.sum())
+            self._blocks = _dcp.repeated(before[self._order] - self._first_block[:-1], own) + np.arange(own.sum())
         bounds = np.cumsum([0, *map(len, results)])
         self._block_counts = np.diff(np.append(before, counts.sum())[bounds]).tolist()
         self._extents = extents(length) // ALIGNMENT

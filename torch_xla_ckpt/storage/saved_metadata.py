@@ -141,7 +141,7 @@ class _ArrivedMetadata(SavedMetadata):
         catalog = packed.catalog()
         nothing = np.zeros(0, dtype=np.int64)
         file, units = (np.concatenate([nothing, *column]) for column in columns)
-        length = np.repeat(lengths[1].astype(np.int64), lengths[0])
+        length = _dcp.repeated(lengths[1].astype(np.int64), lengths[0].astype(np.int64))
         made = catalog.metadata()
         self.__dict__.update(
             state_dict_metadata=made.state_dict_metadata,
