@@ -261,8 +261,9 @@ class HeldItems(NamedTuple):
 def _tables(counts: Integers, boxes: Integers) -> tuple[AnyIntegers, AnyIntegers, AnyIntegers]:
     """Return the number of each value's table of boxes, the sizes of the tables, and the boxes of all tables."""
     known: dict[tuple[int, bytes], int] = {}
-    kinds, sizes, rows = [], [], [boxes[:0]]
-    end = 0
+    kinds: list[int] = []
+    sizes: list[int] = []
+    rows, end = [boxes[:0]], 0
     for count in counts.tolist():
         own = boxes[end : end + count]
         end += count

@@ -14,7 +14,7 @@ _MANY = 1 << 18
 _NARROW = tuple((kind, int(np.iinfo(kind).max)) for kind in (np.uint8, np.uint16, np.uint32))
 
 
-def narrow(numbers: Integers, bounds: tuple[int, int] | None = None) -> AnyIntegers:
+def narrow(numbers: AnyIntegers, bounds: tuple[int, int] | None = None) -> AnyIntegers:
     """Return numbers in the smallest type that holds all of them.
 
     Args:

@@ -17,7 +17,14 @@ from torch_xla_ckpt.layout import Integers
 from torch_xla_ckpt.storage.frame import ALIGNMENT
 from torch_xla_ckpt.storage.places import NOWHERE, Places, blocks_of, extents, first_blocks
 from torch_xla_ckpt.storage.stored import CHECKSUM_BYTES
-from torch_xla_ckpt.storage.written import Written, WrittenItems
+from torch_xla_ckpt.storage.written import Runs, Written, WrittenItems
+
+_OTHER_NUMBER = (
+    "a rank has sent another number of checksums or places than of items. Nothing was committed. Let all ranks run the "
+    "same version of torch_xla_ckpt"
+)
+_NONE = np.zeros(0, dtype=np.int64)
+_NO_UNITS = np.zeros(0, dtype=np.uint8)
 
 
 class Placing:
@@ -34,12 +41,19 @@ class Placing:
         self._is_reusable = all(own.numbers is None for own in results)
         self._contents = [own.contents for own in results]
         self._files = _positions(results)
-        here = np.concatenate([_NONE, *(own.rows(known) for own, known in zip(results, rows))])
-        file, length, data = (np.concatenate([_NONE, *own]) for own in zip(*map(self._columns, results, self._files)))
-        if not len(here) == len(file) == len(length) == len(data):
-            raise CheckpointError("a rank has sent another number of items than it has written")
+        bounds = np.cumsum([0, *map(len, results)])
+        file, length, data = np.empty((3, int(bounds[-1])), dtype=np.int64)
         self._order = np.full(len(catalog), -1, dtype=np.int64)
-        self._order[here] = np.arange(len(here))
+        # Not concatenated: Python's lock is held while thousands of arrays are freed together.
+        for own, known, files, start, stop in zip(results, rows, self._files, bounds.tolist(), bounds[1:].tolist()):
+            numbers = np.array(files, dtype=np.int64)
+            file[start:stop] = numbers[_as_many(own.contents.file, own)]
+            length[start:stop] = _as_many(own.contents.length, own)
+            data[start:stop] = _as_many(own.contents.data, own)
+            here = own.rows(known)
+            if len(here) != len(own):
+                raise CheckpointError(_OTHER_NUMBER)
+            self._order[here] = np.arange(start, stop)
         self._is_complete = not len(catalog) or int(self._order.min()) >= 0
         # Read-only arrays: what is made from them is kept as long as they are the same.
         self._file, self._length, self._data = (
@@ -48,23 +62,15 @@ class Placing:
         )
         self._first_block = _read_only(first_blocks(self._length))
         counts = blocks_of(length)
-        before = np.cumsum(counts) - counts
-        self._blocks: Integers | None = None  # the position of each block among those that were sent
-        if self._is_complete and (counts != 1).any():
-            own = np.diff(self._first_block)
-            self._blocks = _dcp.repeated(before[self._order] - self._first_block[:-1], own) + np.arange(own.sum())
-        bounds = np.cumsum([0, *map(len, results)])
-        self._block_counts = np.diff(np.append(before, counts.sum())[bounds]).tolist()
+        # The position of each block among those that were sent; None if each item has one.
+        has_many = self._is_complete and bool((counts != 1).any())
+        self._blocks = _block_positions(counts, self._order) if has_many else None
+        self._block_counts = np.diff(first_blocks(length)[bounds]).tolist()  # of each rank
         self._extents = extents(length) // ALIGNMENT
         self._by_file: Integers | None = None if (np.diff(file) >= 0).all() else np.argsort(file, kind="stable")
         ordered = file if self._by_file is None else file[self._by_file]
         self._begins = np.flatnonzero(np.diff(ordered, prepend=-1))
         self._used = ordered[self._begins]
-
-    @staticmethod
-    def _columns(own: WrittenItems, files: Sequence[int]) -> tuple[Integers, Integers, Integers]:
-        file, length, data = (runs.numbers() for runs in own.contents)
-        return np.array(files, dtype=np.int64)[file], length, data
 
     def fits(self, results: Sequence[WrittenItems], rows: Sequence[Integers]) -> bool:
         """Return whether the results of another save of the same catalog belong to the same rows, files and lengths."""
@@ -90,7 +96,7 @@ class Placing:
         checksums = np.concatenate([_NONE, *(np.frombuffer(own.checksums, dtype=np.int64) for own in results)])
         sent = [len(own.checksums) // CHECKSUM_BYTES for own in results]
         if sent != self._block_counts or len(units) != len(self._extents):
-            raise CheckpointError("a rank has sent another number of checksums or places than it has written items")
+            raise CheckpointError(_OTHER_NUMBER)
         ends = units + self._extents
         ends = ends if self._by_file is None else ends[self._by_file]
         sizes = np.zeros(len(names), dtype=np.int64)
@@ -130,6 +136,18 @@ def placed(
     return placing, *placing.places(items)
 
 
+def _as_many(runs: Runs, own: WrittenItems) -> Integers:
+    """Return the integers of some runs, one for each item.
+
+    Raises:
+        CheckpointError: there are more or fewer.
+    """
+    numbers = runs.numbers()
+    if len(numbers) != len(own):
+        raise CheckpointError(_OTHER_NUMBER)
+    return numbers
+
+
 def _with_rows(catalog: _dcp.Catalog, own: Written, rows: Integers | None) -> tuple[WrittenItems, Integers]:
     """Return what a rank has written, and the catalog's row of each item in its plan."""
     if isinstance(own, WrittenItems) and rows is not None:
@@ -139,6 +157,12 @@ def _with_rows(catalog: _dcp.Catalog, own: Written, rows: Integers | None) -> tu
     listed = [(row, item) for row, item in found if row is not None]
     items = WrittenItems.of([(number, item) for number, (_, item) in enumerate(listed)])
     return items, np.array([row for row, _ in listed], dtype=np.int64)
+
+
+def _block_positions(counts: Integers, order: Integers) -> Integers:
+    """Return the positions of the blocks of items in another order, given the number of blocks of each item."""
+    before, own = np.cumsum(counts) - counts, counts[order]
+    return _dcp.repeated(before[order] - (np.cumsum(own) - own), own) + np.arange(own.sum())
 
 
 def _positions(results: Sequence[WrittenItems]) -> list[list[int]]:
@@ -159,7 +183,3 @@ def _ordered(column: _dcp.AnyIntegers, order: Integers, missing: int) -> Integer
 def _read_only(numbers: Integers) -> Integers:
     numbers.flags.writeable = False
     return numbers
-
-
-_NONE = np.zeros(0, dtype=np.int64)
-_NO_UNITS = np.zeros(0, dtype=np.uint8)

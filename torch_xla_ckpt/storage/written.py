@@ -90,7 +90,8 @@ class WrittenItems:
         ]
         table = np.array(rows, dtype=np.int64).reshape(len(rows), 5)
         checksums = b"".join(item.checksums or b"" for _, item in ordered)
-        return cls.of_columns(tuple(names), *table.T.copy(), checksums)
+        numbers, file, offset, length, data = table.T.copy()
+        return cls.of_columns(tuple(names), numbers, file, offset, length, data, checksums)
 
     @classmethod
     def of_columns(
