@@ -4,11 +4,13 @@ import base64
 import contextlib
 import copy
 import dataclasses
+import gc
 import json
 import pickle
 import re
 import subprocess
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -353,9 +355,9 @@ def test_the_pickle_is_what_dcp_would_have_pickled(made, seed, planner_data, bit
 
 def test_the_second_save_writes_what_a_full_encoding_would(tmp_path):
     save(tmp_path)
-    made = len(records._kept)
+    _, parts = records._kept[0]
     metadata = save(tmp_path, {**state(), "step": "an object of another length"})
-    assert len(records._kept) == made, "the second save has used nothing of the first one"
+    assert records._kept[0][1] is parts, "the second save has used nothing of the first one"
     entries = metadata.storage_data
     data = (tmp_path / ".metadata").read_bytes()
     full = MetadataWriter(entries.catalog).pieces(
@@ -470,3 +472,19 @@ def test_offers_hold_equal_boxes_once(tiled, chance):
     for wider in (0, 2):
         wide = packed.boxes(ndim + wider)
         assert wide.tolist() == _dcp.repadded(rows, ndim + wider).tolist() and wide.dtype == np.int64
+
+
+def test_parts_of_old_catalogs_are_dropped(tmp_path):
+    """A program whose state changes at every save must not fill the memory."""
+    catalogs = []
+    for n in range(6):
+        catalogs.append(weakref.ref(save(tmp_path, {**state(), f"new{n}": n}).storage_data.catalog))
+    gc.collect()
+    assert sum(catalog() is not None for catalog in catalogs) <= 2
+
+
+def test_two_saves_never_use_the_same_parts(tmp_path):
+    catalog = save(tmp_path).storage_data.catalog
+    assert records._taken(catalog) is not None
+    assert records._taken(catalog) is None
+    assert save(tmp_path).storage_data.catalog is catalog and records._taken(catalog) is not None

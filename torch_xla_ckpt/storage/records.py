@@ -5,8 +5,8 @@ The parts that depend on the catalog only are made once, and used again by the n
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -30,8 +30,19 @@ class _Kept:
         self.placing: Placing | None = None
 
 
+_MOST = 2  # catalogs whose parts are kept: a program may save two kinds of states in turn
 # Two saves never work on the same parts: a save takes them out, and puts them back when it is done.
-_kept: weakref.WeakKeyDictionary[_dcp.Catalog, _Kept] = weakref.WeakKeyDictionary()
+_kept: list[tuple[_dcp.Catalog, _Kept]] = []
+
+
+def _taken(catalog: _dcp.Catalog) -> _Kept | None:
+    """Take out the parts of a catalog; return None if there are none, or if another save has them."""
+    for one in list(_kept):
+        if one[0] is catalog:
+            with suppress(ValueError):
+                _kept.remove(one)
+                return one[1]
+    return None
 
 
 class Records:
@@ -61,7 +72,7 @@ class Records:
         self._metadata = metadata
         self._catalog = catalog
         self._has_paths = catalog.has_paths(metadata.planner_data)
-        kept = _kept.pop(catalog, None) if self._has_paths else None
+        kept = _taken(catalog) if self._has_paths else None
         self._parts = kept or _Kept(catalog)
         if not self._has_paths:
             self._parts.writer = MetadataWriter(catalog, (metadata.planner_data,))
@@ -81,4 +92,4 @@ class Records:
     def keep(self) -> None:
         """Keep what the next save of the same catalog can use again. Call this after the records are written."""
         if self._has_paths:
-            _kept[self._catalog] = self._parts
+            _kept[:] = [(self._catalog, self._parts), *(one for one in _kept if one[0] is not self._catalog)][:_MOST]
