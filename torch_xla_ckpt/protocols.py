@@ -182,6 +182,16 @@ class Version:
         return cls(hasher.digest(), end)
 
     @classmethod
+    def of_end(cls, size: int, end: bytes) -> Version:
+        """Return the version of a file whose last bytes tell it from every other file.
+
+        Args:
+            size: the size of the file in bytes.
+            end: the last bytes.
+        """
+        return cls(b"%d bytes, %s" % (size, xxhash.xxh3_128_digest(end)), end)
+
+    @classmethod
     def none(cls) -> Version:
         """Return the version of a missing file."""
         return cls(None)

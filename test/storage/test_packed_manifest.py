@@ -3,11 +3,15 @@
 import base64
 import contextlib
 import copy
+import dataclasses
+import gc
 import json
 import pickle
 import re
 import subprocess
 import sys
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -34,9 +38,10 @@ from torch_xla_ckpt.layout import Box
 from torch_xla_ckpt.serialization import MetadataWriter, read_metadata
 from torch_xla_ckpt.storage import records
 from torch_xla_ckpt.storage.columns import decoded_column, encoded_column
-from torch_xla_ckpt.storage.manifest_writing import KeptText, manifest_pieces
+from torch_xla_ckpt.storage.manifest_tensors import KeptText
+from torch_xla_ckpt.storage.manifest_writing import manifest_pieces
 from torch_xla_ckpt.storage.places import Places, StorageEntries
-from torch_xla_ckpt.storage.saved_metadata import SavedMetadata, send_as_arrays
+from torch_xla_ckpt.storage.saved_metadata import SavedMetadata, send_as_arrays, shortened
 
 CUT = CutAccess(grid(24, 4))
 
@@ -350,9 +355,9 @@ def test_the_pickle_is_what_dcp_would_have_pickled(made, seed, planner_data, bit
 
 def test_the_second_save_writes_what_a_full_encoding_would(tmp_path):
     save(tmp_path)
-    made = len(records._kept)
+    _, parts = records._kept[0]
     metadata = save(tmp_path, {**state(), "step": "an object of another length"})
-    assert len(records._kept) == made, "the second save has used nothing of the first one"
+    assert records._kept[0][1] is parts, "the second save has used nothing of the first one"
     entries = metadata.storage_data
     data = (tmp_path / ".metadata").read_bytes()
     full = MetadataWriter(entries.catalog).pieces(
@@ -413,10 +418,73 @@ def test_metadata_for_other_ranks_holds_arrays_once_and_pickles_as_plain_metadat
     sent = pickle.dumps(metadata)
     arrived = pickle.loads(sent)
     assert len(sent) < len(plain) / 3
-    assert isinstance(arrived, SavedMetadata) and arrived == metadata
+    assert isinstance(arrived, SavedMetadata) and "state_dict_metadata" not in vars(arrived)  # nobody has looked yet
+    assert arrived == metadata and "state_dict_metadata" in vars(arrived) and type(arrived) is SavedMetadata
     assert repr(metadata).startswith(repr(arrived)[:-1])
     assert isinstance(arrived.storage_data, StorageEntries)
     assert dict(arrived.storage_data) == dict(metadata.storage_data) == pickle.loads(plain).storage_data
     for again in (metadata, arrived):
         assert pickle.loads(pickle.dumps(again)) == pickle.loads(plain) == copy.deepcopy(again)
     assert arrived.state_dict_metadata["model.w"].properties == TensorProperties(torch.float32)
+
+
+LOOKS = {
+    "a field": lambda metadata: metadata.planner_data,
+    "another field": lambda metadata: metadata.storage_data[MetadataIndex("step")],
+    "fields in threads": lambda metadata: list(
+        ThreadPoolExecutor(8).map(lambda n: (metadata.storage_data, metadata.planner_data)[n % 2], range(64))
+    ),
+    "repr": repr,
+    "equality": lambda metadata: metadata == pickle.loads(pickle.dumps(metadata)),
+    "a copy": copy.deepcopy,
+    "replace": lambda metadata: dataclasses.replace(metadata, version="2"),
+    "the report": lambda metadata: shortened(metadata, None),
+    "an assignment": lambda metadata: setattr(metadata, "version", metadata.version),
+    "nothing": lambda metadata: None,
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_metadata_that_arrived_is_unpacked_whoever_looks_at_it_first(look, saved, tmp_path):
+    metadata = save(tmp_path)
+    send_as_arrays(metadata)
+    arrived = pickle.loads(pickle.dumps(metadata))
+    look(arrived)
+    assert arrived == metadata and dict(arrived.storage_data) == dict(metadata.storage_data)
+    assert pickle.loads(pickle.dumps(arrived)) == pickle.loads(pickle.dumps(metadata))
+
+
+@given(st.lists(tilings(), min_size=1, max_size=6), st.randoms(use_true_random=False))
+def test_offers_hold_equal_boxes_once(tiled, chance):
+    """Boxes of values with other numbers of dimensions, in any order, and values of which a rank holds nothing."""
+    own = [
+        [],
+        *([box for box in boxes if chance.random() < 0.8] for _, boxes in tiled for _ in range(chance.randint(1, 3))),
+    ]
+    chance.shuffle(own)
+    ndim = max(len(whole.sizes) for whole, _ in tiled)
+    counts = np.array(list(map(len, own)), dtype=np.int64)
+    listed = [_dcp.padded_row(box, ndim) for boxes in own for box in boxes]
+    rows = np.array(listed, dtype=np.int64).reshape(len(listed), 2 * ndim)
+    entries = [_dcp.Entry(str(n), (str(n),), torch.float32, (1,)) for n in range(len(own))]
+    packed = pickle.loads(pickle.dumps(_dcp.Offers(entries, counts, rows)))
+    assert packed.counts.tolist() == counts.tolist() and len(packed) == len(rows)
+    for wider in (0, 2):
+        wide = packed.boxes(ndim + wider)
+        assert wide.tolist() == _dcp.repadded(rows, ndim + wider).tolist() and wide.dtype == np.int64
+
+
+def test_parts_of_old_catalogs_are_dropped(tmp_path):
+    """A program whose state changes at every save must not fill the memory."""
+    catalogs = []
+    for n in range(6):
+        catalogs.append(weakref.ref(save(tmp_path, {**state(), f"new{n}": n}).storage_data.catalog))
+    gc.collect()
+    assert sum(catalog() is not None for catalog in catalogs) <= 2
+
+
+def test_two_saves_never_use_the_same_parts(tmp_path):
+    catalog = save(tmp_path).storage_data.catalog
+    assert records._taken(catalog) is not None
+    assert records._taken(catalog) is None
+    assert save(tmp_path).storage_data.catalog is catalog and records._taken(catalog) is not None

@@ -11,13 +11,14 @@ and their store. ``failures``: DCP's exceptions as ours. The steering of ``dcp.a
 """
 
 from torch_xla_ckpt._dcp.calls import DistWrapper, fail_to_save, load, save
-from torch_xla_ckpt._dcp.catalog import Catalog
+from torch_xla_ckpt._dcp.catalog import Catalog, PackedCatalog
 from torch_xla_ckpt._dcp.chunks import Chunks
 from torch_xla_ckpt._dcp.entries import Entry, decoded_entries, encoded_entries
 from torch_xla_ckpt._dcp.failures import cause
 from torch_xla_ckpt._dcp.groups import default_store, is_alive, new_group, timeout_of
 from torch_xla_ckpt._dcp.item_arrays import (
     AssignedItems,
+    HeldItems,
     Items,
     Offers,
     PackedOffers,
@@ -52,7 +53,7 @@ from torch_xla_ckpt._dcp.metadata import (
     storage_info,
     unstored,
 )
-from torch_xla_ckpt._dcp.padding import AnyIntegers, narrow, padded_row, repadded
+from torch_xla_ckpt._dcp.padding import AnyIntegers, narrow, padded_row, repadded, repeated
 from torch_xla_ckpt._dcp.values import IntegerKey, dtensor_box, is_sharded_tensor, is_stateful, state_of
 
 __all__ = [
@@ -65,10 +66,12 @@ __all__ = [
     "DistWrapper",
     "Entry",
     "FlatMetadata",
+    "HeldItems",
     "IntegerKey",
     "Items",
     "MemoryFormatEncoding",
     "Offers",
+    "PackedCatalog",
     "PackedOffers",
     "SentItems",
     "StorageInfo",
@@ -98,6 +101,7 @@ __all__ = [
     "properties",
     "read_object",
     "repadded",
+    "repeated",
     "save",
     "size_of",
     "sizes_by_offsets",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from torch.distributed.checkpoint.metadata import (
@@ -13,10 +15,33 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torch_xla_ckpt._dcp.chunks import Chunks
-from torch_xla_ckpt._dcp.entries import Entry
+from torch_xla_ckpt._dcp.entries import Entry, decoded_entries, encoded_entries
 from torch_xla_ckpt._dcp.metadata import boxes_of
-from torch_xla_ckpt._dcp.padding import padded_row
+from torch_xla_ckpt._dcp.padding import AnyIntegers, narrow, padded_row
 from torch_xla_ckpt.layout import Box, BoxArray, Integers
+
+
+class PackedCatalog(NamedTuple):
+    """A catalog in a form that is small to send.
+
+    Args:
+        names: the values, as ``encoded_entries`` returns them.
+        tables: for each value, the position of the first tensor with the same chunks; -1 for an object.
+        boxes: the boxes of these first tensors, by position.
+    """
+
+    names: tuple[bytes, ...]
+    tables: tuple[int, ...]
+    boxes: dict[int, AnyIntegers]
+
+    def catalog(self) -> Catalog:
+        """Return the catalog."""
+        entries = tuple(entry for piece in self.names for entry in decoded_entries(piece))
+        ndim = max((len(table[0]) // 2 for table in self.boxes.values() if len(table)), default=0)
+        nothing = np.zeros((1, 2 * ndim), dtype=np.int64)
+        rows = [self.boxes[table].astype(np.int64) if table >= 0 else nothing for table in self.tables]
+        first = np.concatenate([[0], np.cumsum([len(row) for row in rows], dtype=np.int64)])
+        return Catalog(entries, first, np.concatenate([nothing[:0], *rows]))
 
 
 class Catalog:
@@ -48,6 +73,13 @@ class Catalog:
         self.tables = self._tables()
         self.chunks = self._chunks()
         self._positions: dict[str, int] | None = None
+
+    @cached_property
+    def packed(self) -> PackedCatalog:
+        """The form that is sent to other ranks."""
+        tables = sorted({table for table in self.tables if table >= 0})
+        boxes = {table: narrow(self.boxes[self.first[table] : self.first[table + 1]]) for table in tables}
+        return PackedCatalog(encoded_entries(self.entries), self.tables, boxes)
 
     @classmethod
     def of(cls, metadata: Metadata, shardings: Mapping[str, str]) -> Catalog:

@@ -10,10 +10,11 @@ import numpy.typing as npt
 from torch_xla_ckpt.layout import Box, Integers
 
 AnyIntegers = npt.NDArray[np.integer[Any]]
+_MANY = 1 << 18
 _NARROW = tuple((kind, int(np.iinfo(kind).max)) for kind in (np.uint8, np.uint16, np.uint32))
 
 
-def narrow(numbers: Integers, bounds: tuple[int, int] | None = None) -> AnyIntegers:
+def narrow(numbers: AnyIntegers, bounds: tuple[int, int] | None = None) -> AnyIntegers:
     """Return numbers in the smallest type that holds all of them.
 
     Args:
@@ -24,6 +25,20 @@ def narrow(numbers: Integers, bounds: tuple[int, int] | None = None) -> AnyInteg
         return numbers
     least, most = bounds or (int(numbers.min()), int(numbers.max()))
     return next((numbers.astype(kind) for kind, limit in _NARROW if least >= 0 and most <= limit), numbers)
+
+
+def repeated(values: Integers, counts: Integers) -> Integers:
+    """Return each value as many times as its count says.
+
+    ``np.repeat`` holds Python's lock, for tens of milliseconds if the result is large.
+    """
+    total = int(counts.sum())
+    if total < _MANY:
+        return np.repeat(values, counts)
+    values, counts = values[counts > 0], counts[counts > 0]
+    steps = np.zeros(total, dtype=np.int64)
+    steps[np.cumsum(counts) - counts] = np.diff(values, prepend=0)
+    return np.cumsum(steps, out=steps)
 
 
 def padded_row(box: Box, ndim: int) -> tuple[int, ...]:

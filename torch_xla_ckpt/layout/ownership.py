@@ -79,37 +79,46 @@ def assign(claims: Sequence[Claim], written: Mapping[int, int] | None = None) ->
     load: dict[int, int] = defaultdict(int, written or {})
     assignments: list[Assignment] = []
     shared: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    sizes = [claim.nbytes for claim in claims]
     for number, claim in enumerate(claims):
         if len(claim.holders) > 1 and claim.divisible:
             shared[claim.holders].append(number)
         else:
             assignments.append(Assignment(number, claim.box, claim.holders[0]))
-            load[claim.holders[0]] += claim.nbytes
+            load[claim.holders[0]] += sizes[number]
     # Boxes that few ranks hold leave the least choice, so they go first.
     for holders in sorted(shared, key=lambda holders: (len(holders), holders)):
-        assignments.extend(_share(shared[holders], claims, holders, load))
+        assignments.extend(_share(shared[holders], claims, sizes, holders, load))
     return sorted(assignments, key=lambda assignment: assignment.claim)
 
 
 def _share(
-    numbers: Sequence[int], claims: Sequence[Claim], holders: tuple[int, ...], load: dict[int, int]
+    numbers: Sequence[int],
+    claims: Sequence[Claim],
+    sizes: Sequence[int],
+    holders: tuple[int, ...],
+    load: dict[int, int],
 ) -> Iterator[Assignment]:
-    """Assign claims that all have the same holders, and add the bytes to ``load``."""
-    large = [number for number in numbers if claims[number].nbytes >= _WORTH_CUTTING]
-    for assignment in _wrap_around(large, claims, holders, load):
+    """Assign claims that all have the same holders, and add the bytes to ``load``. ``sizes`` has each claim's bytes."""
+    large = [number for number in numbers if sizes[number] >= _WORTH_CUTTING]
+    for assignment in _wrap_around(large, claims, sizes, holders, load):
         load[assignment.rank] += assignment.box.volume * claims[assignment.claim].itemsize
         yield assignment
-    for number in sorted(set(numbers) - set(large), key=lambda number: (-claims[number].nbytes, number)):
+    for number in sorted(set(numbers) - set(large), key=lambda number: (-sizes[number], number)):
         rank = min(holders, key=lambda rank: (load[rank], rank))
-        load[rank] += claims[number].nbytes
+        load[rank] += sizes[number]
         yield Assignment(number, claims[number].box, rank)
 
 
 def _wrap_around(
-    numbers: Sequence[int], claims: Sequence[Claim], holders: tuple[int, ...], load: Mapping[int, int]
+    numbers: Sequence[int],
+    claims: Sequence[Claim],
+    sizes: Sequence[int],
+    holders: tuple[int, ...],
+    load: Mapping[int, int],
 ) -> Iterator[Assignment]:
     """Lay the claims end to end, and cut the line at each holder's level."""
-    total = sum(claims[number].nbytes for number in numbers)
+    total = sum(sizes[number] for number in numbers)
     level = _level([load[rank] for rank in holders], total)
     # Where each holder's part of the line ends, in bytes from the start of the line. The last holder takes the rest.
     ends = list(itertools.accumulate(max(0.0, level - load[rank]) for rank in holders[:-1]))
@@ -117,16 +126,18 @@ def _wrap_around(
     turn, start = 0, 0
     for number in numbers:
         claim = claims[number]
-        row = _row(claim, total * _SLACK / len(holders))
-        done = 0
-        while done < claim.box.volume:
-            room = (ends[turn] - start) / claim.itemsize
-            cut = claim.box.volume if room >= claim.box.volume else max(done, round(room / row) * row)
-            for box in boxes_of_range(claim.box, done, cut):
-                yield Assignment(number, box, holders[turn])
-            done = cut
-            turn += done < claim.box.volume
-        start += claim.nbytes
+        if ends[turn] - start >= sizes[number]:
+            yield Assignment(number, claim.box, holders[turn])
+        else:
+            volume, row, done = claim.box.volume, _row(claim, total * _SLACK / len(holders)), 0
+            while done < volume:
+                room = (ends[turn] - start) / claim.itemsize
+                cut = volume if room >= volume else max(done, round(room / row) * row)
+                for box in boxes_of_range(claim.box, done, cut):
+                    yield Assignment(number, box, holders[turn])
+                done = cut
+                turn += done < volume
+        start += sizes[number]
 
 
 def _row(claim: Claim, slack: float) -> int:

@@ -20,7 +20,7 @@ from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.layout import Box, Integers
 from torch_xla_ckpt.state import Leaf, TensorHandle
 
-_PIECE = 1 << 18  # rows that are worked on together, so that temporary arrays stay small
+_PIECE = 1 << 16  # rows that are worked on together, so that temporary arrays stay in the processor's cache
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,26 @@ class LocalFacts:
         numbers: the positions of the values that other ranks may hold with other data, in the rank's state dict.
         digests: a digest of each of these values, 16 bytes each.
         names: the rank's values, as in its offers. A pickle holds them once.
+        held: the digest of the items that the rank was told to write after the same offers; empty if it has none.
     """
 
     numbers: _dcp.AnyIntegers
     digests: bytes = b""
     names: tuple[bytes, ...] = ()
+    held: bytes = b""
 
     @classmethod
     def of(
-        cls, entries: Sequence[_dcp.Entry], digests: Mapping[str, bytes], names: tuple[bytes, ...] = ()
+        cls,
+        entries: Sequence[_dcp.Entry],
+        digests: Mapping[str, bytes],
+        names: tuple[bytes, ...] = (),
+        held: bytes = b"",
     ) -> LocalFacts:
         """Return the facts of a rank from the digests of its values by key."""
         numbers = [number for number, entry in enumerate(entries) if entry.key in digests]
-        return cls(np.array(numbers, dtype=np.int64), b"".join(digests[entries[n].key] for n in numbers), names)
+        joined = b"".join(digests[entries[n].key] for n in numbers)
+        return cls(np.array(numbers, dtype=np.int64), joined, names, held)
 
     def by_key(self) -> tuple[dict[str, _dcp.Entry], dict[str, bytes]]:
         """Return the rank's values, and the digests, by key."""
@@ -83,6 +90,20 @@ def entry_of(key: str, leaf: Leaf, held: TensorHandle | None) -> _dcp.Entry:
     return _dcp.Entry(
         key, leaf.path, layout.dtype, tuple(layout.shape), bool(held.tensor.requires_grad), layout.sharding
     )
+
+
+def as_sent(own: _dcp.AssignedItems, plan: SavePlan) -> _dcp.AssignedItems:
+    """Return a rank's items in the form in which they are sent.
+
+    Args:
+        own: the items.
+        plan: what the rank has sent.
+    """
+    facts = plan.planner_data
+    if not isinstance(plan.items, (_dcp.Offers, _dcp.PackedOffers)):
+        # A subclass or a storage writer has made a list. The rank's values are numbered as without it.
+        return own.sent_as_list()
+    return own.sent_to(facts.held) if isinstance(facts, LocalFacts) else own
 
 
 class SentPlan(NamedTuple):
@@ -164,14 +185,15 @@ class Gathered:
         self._decoded: dict[bytes, Integers] = {}
         offers = [plan.offers for plan in plans]
         self.ids = [self._ids(rank, plan) for rank, plan in enumerate(plans)]
-        ndim = max((own.boxes.shape[1] // 2 for own in offers), default=0)
+        ndim = max((own.ndim for own in offers), default=0)
         self.numbers = np.concatenate([np.repeat(ids, own.counts) for ids, own in zip(self.ids, offers)])
-        self.ranks = np.concatenate([np.full(len(own), rank, dtype=np.int32) for rank, own in enumerate(offers)])
+        self.ranks = np.empty(len(self.numbers), dtype=np.int32)
         self.boxes = np.empty((len(self.numbers), 2 * ndim), dtype=np.int64)
         end = 0
-        for own in offers:
-            end += len(own)
-            self.boxes[end - len(own) : end] = _dcp.repadded(own.boxes, ndim)
+        for rank, own in enumerate(offers):
+            start, end = end, end + len(own)
+            self.ranks[start:end] = rank
+            self.boxes[start:end] = own.boxes(ndim)
 
     def _ids(self, rank: int, plan: SentPlan) -> Integers:
         """Return the positions of a rank's values. Most ranks have equal values, which are decoded once."""
@@ -221,10 +243,14 @@ def positions_of(entries: Sequence[_dcp.Entry], numbers: Integers, boxes: Intege
     positions = np.empty(len(numbers), dtype=np.int64)
     for at in range(0, len(numbers), _PIECE):
         part = slice(at, at + _PIECE)
-        own, starts = numbers[part], boxes[part, :ndim]
-        if (starts + boxes[part, ndim:] > sizes[own]).any():
-            return None
-        positions[part] = base[own] + (starts * strides[own]).sum(axis=1)
+        own = numbers[part]
+        found = base[own]
+        for dim in range(ndim):
+            starts = boxes[part, dim]
+            if (starts + boxes[part, ndim + dim] > sizes[own, dim]).any():
+                return None
+            found += starts * strides[own, dim]
+        positions[part] = found
     return positions
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
@@ -12,6 +13,9 @@ from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import IncompleteCheckpointError
 from torch_xla_ckpt.layout import Box, Claim, Integers, assign
 from torch_xla_ckpt.planner.offers import Gathered, itemsizes, positions_of
+
+_PIECE = 1 << 16  # rows that are compared together
+_OBJECTS = 1 << 12  # objects that become rows together, while Python's lock is held
 
 
 class Owners:
@@ -29,7 +33,7 @@ class Owners:
     def __init__(self, offers: Gathered, divergent: Collection[int]):
         self._offers = offers
         entries = offers.entries
-        order, first = _groups(offers)
+        order, first = _in_order(entries, offers.numbers, offers.boxes)
         numbers, boxes = offers.numbers[order[first]], offers.boxes[order[first]]
         ranks = offers.ranks[order[first]].astype(np.int64)
         shared = np.flatnonzero(np.diff(np.append(first, len(order))) > 1)
@@ -68,55 +72,78 @@ class Owners:
             key = own.tobytes()
             return holders.get(key) or holders.setdefault(key, tuple(dict.fromkeys(own.tolist())))
 
-        claims = [
-            Claim(Box(tuple(row[:ndim]), tuple(row[ndim:])), itemsize, holders_of(group))
-            for group, row, itemsize in zip(shared.tolist(), boxes[shared].tolist(), sizes[numbers[shared]].tolist())
-        ]
+        claims: list[Claim] = []
+        for at in range(0, len(shared), _OBJECTS):
+            some = shared[at : at + _OBJECTS]
+            columns = some.tolist(), boxes[some].tolist(), sizes[numbers[some]].tolist()
+            claims += [
+                Claim(Box(tuple(row[:ndim]), tuple(row[ndim:])), itemsize, holders_of(group))
+                for group, row, itemsize in zip(*columns)
+            ]
         assigned = assign(claims, dict(enumerate(written.tolist())))
-        claimed = np.array([one.claim for one in assigned], dtype=np.int64)
-        rows = np.array([(*one.box.offsets, *one.box.sizes) for one in assigned], dtype=np.int64)
-        all_numbers = np.concatenate([numbers[alone], numbers[shared[claimed]]])
-        all_boxes = np.concatenate([boxes[alone], rows.reshape(len(claimed), 2 * ndim)])
-        all_ranks = np.concatenate([ranks[alone], np.array([one.rank for one in assigned], dtype=np.int64)])
-        again = _in_order(self._offers.entries, all_numbers, all_boxes)
+        parts = [assigned[at : at + _OBJECTS] for at in range(0, len(assigned), _OBJECTS)]
+        table = np.concatenate(
+            [
+                np.array([(one.claim, one.rank, *one.box.offsets, *one.box.sizes) for one in part], dtype=np.int64)
+                for part in parts
+            ]
+        )
+        all_numbers = np.concatenate([numbers[alone], numbers[shared[table[:, 0]]]])
+        all_ranks = np.concatenate([ranks[alone], table[:, 1]])
+        all_boxes = np.concatenate([boxes[alone], table[:, 2:]])
+        again, _ = _in_order(self._offers.entries, all_numbers, all_boxes)
         return all_numbers[again], all_boxes[again], all_ranks[again]
 
     def items(self) -> list[_dcp.AssignedItems]:
         """Return the items of each rank."""
         offers, catalog = self._offers, self.catalog
-        order = np.argsort(self.ranks, kind="stable")
-        ends = np.searchsorted(self.ranks[order], np.arange(len(offers.ids) + 1))
+        ranks = _dcp.narrow(self.ranks)
+        order = np.argsort(ranks, kind="stable")
+        ends = np.searchsorted(ranks[order], np.arange(len(offers.ids) + 1))
+        boxes = _dcp.narrow(catalog.boxes)
         local = np.zeros(len(offers.entries), dtype=np.int64)
         found = []
         for rank, ids in enumerate(offers.ids):
             rows = order[ends[rank] : ends[rank + 1]]
             local[ids] = np.arange(len(ids))
             own = local[self._numbers[rows]]
-            found.append(_dcp.AssignedItems(catalog, self._numbers, rows, own))
+            found.append(_dcp.AssignedItems(catalog, self._numbers, rows, own, boxes[rows]))
         return found
 
 
-def _groups(offers: Gathered) -> tuple[Integers, Integers]:
-    """Return an order that puts equal boxes side by side, their ranks ascending, and each group's first position."""
-    order = _in_order(offers.entries, offers.numbers, offers.boxes)
+def _in_order(entries: Sequence[_dcp.Entry], numbers: Integers, boxes: Integers) -> tuple[Integers, Integers]:
+    """Return the order of rows by value, then by the offsets and sizes of their boxes, and then as they were.
+
+    Returns:
+        The order, and the positions in it of the first row of each group of equal boxes of one value.
+    """
+    positions = positions_of(entries, numbers, boxes)
+    if positions is not None:
+        order = np.argsort(positions, kind="stable")
+        positions, sorted_numbers = positions[order], numbers[order]
+        differs = np.ones(len(order), dtype=bool)
+        differs[1:] = (positions[1:] != positions[:-1]) | (sorted_numbers[1:] != sorted_numbers[:-1])
+        if _are_equal(boxes, order, ~differs):
+            return order, np.flatnonzero(differs)
+    # Boxes overlap or leave their tensor. The proof will say so, and needs equal boxes side by side.
+    ndim = boxes.shape[1] // 2
+    columns = [*range(ndim, 2 * ndim), *range(ndim)]
+    order = np.lexsort([*(boxes[:, column] for column in reversed(columns)), numbers])
     differs = np.ones(len(order), dtype=bool)
-    numbers, boxes = offers.numbers[order], offers.boxes[order]
+    numbers, boxes = numbers[order], boxes[order]
     differs[1:] = (numbers[1:] != numbers[:-1]) | (boxes[1:] != boxes[:-1]).any(axis=1)
     return order, np.flatnonzero(differs)
 
 
-def _in_order(entries: Sequence[_dcp.Entry], numbers: Integers, boxes: Integers) -> Integers:
-    """Return the order of rows by value, then by the offsets and sizes of their boxes, and then as they were."""
-    positions = positions_of(entries, numbers, boxes)
-    if positions is not None:
-        order = np.argsort(positions, kind="stable")
-        same = positions[order[1:]] == positions[order[:-1]]
-        if (boxes[order[1:]][same] == boxes[order[:-1]][same]).all():
-            return order
-    # Boxes overlap or leave their tensor. The proof will say so, and needs equal boxes side by side.
-    ndim = boxes.shape[1] // 2
-    columns = [*range(ndim, 2 * ndim), *range(ndim)]
-    return np.lexsort([*(boxes[:, column] for column in reversed(columns)), numbers])
+def _are_equal(boxes: Integers, order: Integers, same: npt.NDArray[np.bool_]) -> bool:
+    """Return whether all boxes at the places of an order where ``same`` is true equal the boxes before them."""
+    for at in range(0, len(order) - 1, _PIECE):
+        claimed = same[at + 1 : at + 1 + _PIECE]
+        if claimed.any():
+            part = boxes[order[at : at + 1 + _PIECE]]
+            if ((part[1:] != part[:-1]).any(axis=1) & claimed).any():
+                return False
+    return True
 
 
 def prove_complete(metadata: Mapping[str, TensorStorageMetadata | BytesStorageMetadata]) -> None:

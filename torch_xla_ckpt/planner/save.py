@@ -20,7 +20,8 @@ from torch_xla_ckpt.device import access_of
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.layout import Box
 from torch_xla_ckpt.planner.global_plan import global_plan
-from torch_xla_ckpt.planner.offers import LocalFacts, entry_of, offers_of
+from torch_xla_ckpt.planner.held import held_items, hold_items
+from torch_xla_ckpt.planner.offers import LocalFacts, as_sent, entry_of, offers_of
 from torch_xla_ckpt.protocols import SaveSource, TensorAccess
 from torch_xla_ckpt.runtime import without_collector
 from torch_xla_ckpt.serialization import MAX_DEPTH, Encoded, Item, decode, encode
@@ -65,6 +66,8 @@ class SPMDSavePlanner(SavePlanner, SaveSource):
         self._access_of = access
         self._leaves: dict[str, Leaf] = {}
         self._entries: list[_dcp.Entry] = []
+        self._offers = b""  # the digest of this rank's offers
+        self._held: _dcp.SentItems | None = None  # what this rank was told to write of the same offers before
         self._tensors: dict[str, TensorHandle] = {}
         self._source = ShardSource({})
         self._encoded: dict[str, Item] = {}  # objects that were encoded to be compared between ranks
@@ -93,7 +96,10 @@ class SPMDSavePlanner(SavePlanner, SaveSource):
     def create_local_plan(self) -> SavePlan:
         self._entries = [entry_of(key, leaf, self._tensors.get(key)) for key, leaf in self._leaves.items()]
         offers = offers_of(self._entries, self._tensors)
-        facts = LocalFacts.of(self._entries, self._digests(), offers.packed.names)
+        self._offers = offers.packed.digest
+        self._held = held_items(self._offers)
+        held = b"" if self._held is None else self._held.digest
+        facts = LocalFacts.of(self._entries, self._digests(), offers.packed.names, held)
         return SavePlan(offers, planner_data=facts)  # type: ignore[arg-type]
 
     @without_collector
@@ -106,14 +112,23 @@ class SPMDSavePlanner(SavePlanner, SaveSource):
                 ", ".join(plan.divergent),
             )
         plans = [
-            replace(local, items=own, planner_data=None)  # type: ignore[arg-type]
+            replace(local, items=as_sent(own, local), planner_data=None)  # type: ignore[arg-type]
             for local, own in zip(all_plans, plan.items)
         ]
         return plans, plan.catalog.metadata()
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        if isinstance(new_plan.items, _dcp.SentItems):
-            new_plan = replace(new_plan, items=new_plan.items.items(self._entries))  # type: ignore[arg-type]
+        items: Any = new_plan.items
+        if isinstance(items, _dcp.HeldItems):
+            if self._held is None or self._held.digest != items.digest:
+                raise CheckpointError(
+                    "the coordinator refers to items that this rank does not have. Nothing was committed. Use the "
+                    "planner that made the local plan to finish the plan of the same save"
+                )
+            items = self._held
+        if isinstance(items, _dcp.SentItems):
+            hold_items(self._offers, items)
+            new_plan = replace(new_plan, items=items.items(self._entries))  # type: ignore[arg-type]
         written = {item.index.fqn for item in new_plan.items if item.tensor_data is None}
         self._encoded = {key: data for key, data in self._encoded.items() if key in written}
         tensors = (item for item in new_plan.items if item.tensor_data is not None)

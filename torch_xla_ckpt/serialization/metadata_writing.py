@@ -63,6 +63,7 @@ class MetadataWriter:
         self._planner_data = planner_data
         self._stored_sizes: tuple[int, int] | None = None  # bytes of a stored offset and of a stored length
         self._stored_rows: list[tuple[slice | Integers, OpcodeRecords]] = []
+        self._filled: tuple[Integers, Integers] | None = None  # the files and the lengths in these rows
         self._is_made = False
 
     def pieces(
@@ -206,9 +207,18 @@ class MetadataWriter:
         sizes = Numbers.pushed(places.offset).size, Numbers.pushed(places.length).size
         if sizes != self._stored_sizes:
             self._stored_sizes, self._stored_rows = sizes, list(self._unplaced_rows(*sizes))
+            self._filled = None
+        filled, self._filled = self._filled, None
+        is_filled = filled is not None and filled[0] is places.file and filled[1] is places.length
         for rows, records in self._stored_rows:
-            records.replace_last(first + places.file[rows], places.offset[rows], places.length[rows])
+            if is_filled:
+                records.replace_last(None, places.offset[rows], None)
+            else:
+                records.replace_last(first + places.file[rows], places.offset[rows], places.length[rows])
             yield records.data
+        # Only arrays that nobody can change are still the same at the next save.
+        if not places.file.flags.writeable and not places.length.flags.writeable:
+            self._filled = places.file, places.length
 
     def _unplaced_rows(self, offset_size: int, length_size: int) -> Iterator[tuple[slice | Integers, OpcodeRecords]]:
         """Yield rows of the catalog, and their records, which lack the places: the memo of the file, offset, length."""

@@ -72,10 +72,11 @@ class OpcodeRecords:
         self._rows = np.frombuffer(self._data, dtype=kind, count=count, offset=len(before))
         self.replace_last(*(one.values for one in numbers))
 
-    def replace_last(self, *values: Integers) -> None:
-        """Replace the last numbers of each record, in the order of the parts."""
+    def replace_last(self, *values: Integers | None) -> None:
+        """Replace the last numbers of each record, in the order of the parts. None leaves a number as it is."""
         for name, column in zip(self._names[len(self._names) - len(values) :], values):
-            self._rows[name] = column
+            if column is not None:
+                self._rows[name] = column
 
     @property
     def data(self) -> memoryview:

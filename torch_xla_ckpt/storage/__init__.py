@@ -19,7 +19,6 @@ from torch_xla_ckpt.storage.listing import ListedKey, Listing, listing_of, read_
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, path_mismatch
 from torch_xla_ckpt.storage.manifest import Manifest
 from torch_xla_ckpt.storage.opening import open_reader, open_writer, path_of
-from torch_xla_ckpt.storage.places import Written, written_sizes
 from torch_xla_ckpt.storage.progress import OnProgress
 from torch_xla_ckpt.storage.read_plan import planned_bytes
 from torch_xla_ckpt.storage.reader import ReadStats, ShardReader
@@ -27,6 +26,7 @@ from torch_xla_ckpt.storage.stored import Stored, checksum
 from torch_xla_ckpt.storage.verify import require_undamaged, verify
 from torch_xla_ckpt.storage.verify_report import VerifyReport
 from torch_xla_ckpt.storage.writer import ShardWriter
+from torch_xla_ckpt.storage.written import Written, written_sizes
 
 __all__ = [
     "REQUEST_TIMEOUT",

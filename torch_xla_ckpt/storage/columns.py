@@ -15,7 +15,7 @@ from torch_xla_ckpt.storage.stored import CHECKSUM_BYTES
 _WIDTHS = (1, 2, 4, 8)
 
 
-def encoded_column(numbers: Integers, bounds: tuple[int, int] | None = None) -> bytes:
+def encoded_column(numbers: _dcp.AnyIntegers, bounds: tuple[int, int] | None = None) -> bytes:
     """Return integers that are not negative as JSON. Text is base64 of little-endian integers of one width.
 
     Args:

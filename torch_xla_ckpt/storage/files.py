@@ -23,6 +23,7 @@ from torch_xla_ckpt.storage.file_errors import FileChanged, NotAFile, impossible
 from torch_xla_ckpt.storage.file_names import require_inside
 from torch_xla_ckpt.storage.filelock import locked
 from torch_xla_ckpt.storage.pieces import joined_pieces
+from torch_xla_ckpt.storage.seal import sealed_save_id
 
 _PIECE = 1 << 20  # bytes of a file that are read together to compare it
 
@@ -112,6 +113,13 @@ class LocalFolder(Folder):
     def version(self, name: str) -> Version:
         try:
             with self._opened(name) as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(max(0, size - Version.ENDING))
+                end = file.read(Version.ENDING)
+                if sealed_save_id(end) is not None:
+                    # A seal holds a random save id and the checksum of all bytes before it.
+                    return Version.of_end(size, end)
+                file.seek(0)
                 return Version.of_pieces(_pieces(file))
         except FileNotFoundError:
             return Version.none()

@@ -8,17 +8,24 @@ from collections.abc import Iterable, Iterator
 from torch_xla_ckpt.protocols import Bytes
 
 _PIECE = 1 << 20
+_LARGE = 1 << 18  # bytes of a piece that is worth a write of its own
 
 
 def joined_pieces(pieces: Iterable[Bytes]) -> Iterator[Bytes]:
-    """Yield the same bytes in fewer pieces: small ones are joined up to a MiB."""
+    """Yield the same bytes in fewer pieces: small ones are joined up to a MiB, and large ones are not copied."""
     waiting: list[Bytes] = []
     size = 0
     for piece in pieces:
+        if len(piece) >= _LARGE:
+            if waiting:
+                yield b"".join(waiting)
+                waiting, size = [], 0
+            yield piece
+            continue
         waiting.append(piece)
         size += len(piece)
         if size >= _PIECE:
-            yield waiting[0] if len(waiting) == 1 else b"".join(waiting)
+            yield b"".join(waiting)
             waiting, size = [], 0
     if waiting:
         yield b"".join(waiting)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.layout import Integers
@@ -17,8 +15,10 @@ from torch_xla_ckpt.serialization import StoredColumns
 from torch_xla_ckpt.storage.frame import ALIGNMENT
 from torch_xla_ckpt.storage.stored import BLOCK, Stored
 
-_NOWHERE = -1
+NOWHERE = -1
+"""The file of a row that is stored nowhere, and the position of the elements in an item that has none."""
 _BLOCK_BITS = BLOCK.bit_length() - 1
+_ALIGNMENT_BITS = ALIGNMENT.bit_length() - 1
 
 
 class Places(StoredColumns):
@@ -31,6 +31,8 @@ class Places(StoredColumns):
         length: for each row, its bytes.
         data: for each row, the position of the tensor's first element in the item; -1 if there is none.
         checksums: the checksums of all blocks of all rows, row after row.
+        first_block: for each row, the position of its first checksum; and at the end the number of checksums. Default:
+            from the lengths.
     """
 
     def __init__(
@@ -41,12 +43,18 @@ class Places(StoredColumns):
         length: Integers,
         data: Integers,
         checksums: Integers,
+        first_block: Integers | None = None,
     ):
         super().__init__(file, offset, length)
         self.names = names
         self.data = data
         self.checksums = checksums
-        self.first_block = np.concatenate([[0], np.cumsum(blocks_of(length))])
+        self.first_block = first_blocks(length) if first_block is None else first_block
+
+    @cached_property
+    def units(self) -> _dcp.AnyIntegers:
+        """For each row, its first byte in the file, in units of ``ALIGNMENT``, in a small type."""
+        return _dcp.narrow(self.offset >> _ALIGNMENT_BITS)
 
     def stored(self, row: int, sharding: str | None) -> Stored:
         """Return the place of one row."""
@@ -56,7 +64,7 @@ class Places(StoredColumns):
             self.names[int(self.file[row])],
             int(self.offset[row]),
             int(self.length[row]),
-            None if data == _NOWHERE else data,
+            None if data == NOWHERE else data,
             self.checksums[a:b].tobytes(),
             sharding or None,
         )
@@ -67,128 +75,19 @@ def blocks_of(length: Integers) -> Integers:
     return np.maximum(1, (extents(length) + (BLOCK - 1)) >> _BLOCK_BITS)
 
 
+def first_blocks(length: Integers) -> Integers:
+    """Return the position of the first checksum of each item, and at the end the number of checksums."""
+    return np.concatenate([[0], np.cumsum(blocks_of(length))])
+
+
 def extents(length: Integers) -> Integers:
     """Return the bytes that items take in their files, with the zeros behind them."""
     return (length + (ALIGNMENT - 1)) & -ALIGNMENT  # both are powers of two, and a division takes ten times as long
 
 
-@dataclass(frozen=True)
-class WrittenItems:
-    """What one rank has written, in a form that is small to send.
-
-    Args:
-        numbers: the positions of the items in the rank's plan.
-        names: the names of the rank's data files.
-        file, offset, length, data: for each item, as in ``Places``.
-        checksums: the checksums of all blocks, item after item.
-    """
-
-    numbers: _dcp.AnyIntegers
-    names: tuple[str, ...]
-    file: _dcp.AnyIntegers
-    offset: _dcp.AnyIntegers
-    length: _dcp.AnyIntegers
-    data: _dcp.AnyIntegers
-    checksums: bytes
-
-    @classmethod
-    def of(cls, written: Sequence[tuple[int, Stored]]) -> WrittenItems:
-        """Return written items, given the position in the plan and the place of each."""
-        ordered = sorted(written, key=lambda pair: pair[0])
-        names = {name: n for n, name in enumerate(sorted({item.relative_path for _, item in ordered}))}
-        rows = [
-            (number, names[item.relative_path], item.offset, item.length, _NOWHERE if item.data is None else item.data)
-            for number, item in ordered
-        ]
-        table = np.array(rows, dtype=np.int64).reshape(len(rows), 5)
-        numbers, file, offset, length, data = (_dcp.narrow(table[:, column].copy()) for column in range(5))
-        checksums = b"".join(item.checksums or b"" for _, item in ordered)
-        return cls(numbers, tuple(names), file, offset, length, data, checksums)
-
-    def results(self, items: Sequence[WriteItem]) -> list[WriteResult]:
-        """Return DCP's list of what was written, given the items of the plan."""
-        file, offset, length, data = (
-            column.astype(np.int64) for column in (self.file, self.offset, self.length, self.data)
-        )
-        places = Places(self.names, file, offset, length, data, np.frombuffer(self.checksums, dtype=np.int64))
-        stored = [places.stored(row, None) for row in range(len(self.numbers))]
-        return [WriteResult(items[n].index, one.length, one) for n, one in zip(self.numbers.tolist(), stored)]
-
-    def file_sizes(self) -> dict[str, int]:
-        """Return the size of each data file in bytes, by name."""
-        sizes = np.zeros(len(self.names), dtype=np.int64)
-        np.maximum.at(
-            sizes, self.file.astype(np.int64), self.offset.astype(np.int64) + extents(self.length.astype(np.int64))
-        )
-        return dict(zip(self.names, sizes.tolist()))
-
-
-Written = WrittenItems | Sequence[WriteResult]
-"""What one rank has written. A list, if the planner has plans of its own kind."""
-
-
-def written_bytes(result: Written) -> int:
-    """Return the bytes of all items that one rank has written."""
-    if isinstance(result, WrittenItems):
-        return int(result.length.sum(dtype=np.int64))
-    return sum(one.size_in_bytes for one in result)
-
-
-def written_sizes(results: Sequence[Written]) -> dict[str, int]:
-    """Return the size in bytes of each data file that a save has written, by name."""
-    sizes: dict[str, int] = {}
-    for own in results:
-        if isinstance(own, WrittenItems):
-            sizes |= own.file_sizes()
-            continue
-        for item in (result.storage_data for result in own):
-            sizes[item.relative_path] = max(sizes.get(item.relative_path, 0), item.offset + item.extent)
-    return dict(sorted(sizes.items()))
-
-
-def placed(
-    catalog: _dcp.Catalog, names: Sequence[str], results: Sequence[Written], rows: Sequence[Integers | None]
-) -> Places:
-    """Return where each row of a catalog lies.
-
-    Args:
-        catalog: everything that had to be written.
-        names: the names of all data files.
-        results: what each rank has written.
-        rows: for each rank, the catalog's row of each item in its plan; None if they are unknown.
-    """
-    numbers = {name: number for number, name in enumerate(names)}
-    table = np.zeros((4, len(catalog)), dtype=np.int64)
-    file, offset, length, data = table
-    file[:] = _NOWHERE
-    parts = []
-    for own, known in zip(results, rows):
-        if not isinstance(own, WrittenItems) or known is None:
-            found = [(catalog.row(one.index.fqn, one.index.offset), one.storage_data) for one in own]  # type: ignore[union-attr]
-            listed = [(row, item) for row, item in found if row is not None]
-            known, own = (
-                np.array([row for row, _ in listed], dtype=np.int64),
-                WrittenItems.of([(number, item) for number, (_, item) in enumerate(listed)]),
-            )
-        here = known[own.numbers]
-        file[here] = np.array([numbers[name] for name in own.names], dtype=np.int64)[own.file]
-        offset[here], length[here], data[here] = own.offset, own.length, own.data
-        parts.append((here, np.frombuffer(own.checksums, dtype=np.int64)))
-    places = Places(names, file, offset, length, data, np.zeros(int(blocks_of(length).sum()), dtype=np.int64))
-    counted = np.diff(places.first_block)
-    for here, checksums in parts:
-        counts = counted[here]
-        if len(checksums) == len(here):  # the items are small, as those of large pods are
-            places.checksums[places.first_block[here]] = checksums
-        else:
-            before = np.cumsum(counts) - counts
-            places.checksums[np.repeat(places.first_block[here] - before, counts) + np.arange(counts.sum())] = checksums
-    return places
-
-
 def unplaced(catalog: _dcp.Catalog, places: Places) -> dict[str, int]:
     """Return the number of chunks and objects of each key that lie in no file."""
-    missing = np.flatnonzero(places.file == _NOWHERE)
+    missing = np.flatnonzero(places.file == NOWHERE)
     of = np.searchsorted(catalog.first[1:], missing, side="right")
     found, counts = np.unique(of, return_counts=True)
     return {catalog.entries[number].key: count for number, count in zip(found.tolist(), counts.tolist())}

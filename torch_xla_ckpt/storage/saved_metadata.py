@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -59,20 +60,38 @@ def send_as_arrays(metadata: Metadata) -> None:
         metadata._is_sent_next = True
 
 
+class _Steady(NamedTuple):
+    """Columns that rarely change from save to save, and the forms in which they are sent.
+
+    Args:
+        file, length: the columns, which nobody can change.
+        files: the files, in pieces.
+        lengths: the lengths, as ``_arrived`` takes them.
+    """
+
+    file: Integers
+    length: Integers
+    files: list[_Piece]
+    lengths: tuple[_dcp.AnyIntegers, _dcp.AnyIntegers]
+
+
+_steady: weakref.WeakKeyDictionary[_dcp.Catalog, _Steady] = weakref.WeakKeyDictionary()
+
+
 def _sent(metadata: Metadata, stored: StorageEntries) -> tuple[Any, ...]:
     catalog, places = stored.catalog, stored.places
-    tables = sorted({table for table in catalog.tables if table >= 0})
-    boxes = {table: _dcp.narrow(catalog.boxes[catalog.first[table] : catalog.first[table + 1]]) for table in tables}
-    begins = np.flatnonzero(np.diff(places.length, prepend=-1))  # items of one tensor have one length
-    lengths = _dcp.narrow(np.diff(np.append(begins, len(catalog)))), _dcp.narrow(places.length[begins])
-    columns = [_pieces(places.file), _pieces(places.offset // ALIGNMENT)]
+    steady = _steady.get(catalog)
+    if steady is None or steady.file is not places.file or steady.length is not places.length:
+        begins = np.flatnonzero(np.diff(places.length, prepend=-1))  # items of one tensor have one length
+        lengths = _dcp.narrow(np.diff(np.append(begins, len(catalog)))), _dcp.narrow(places.length[begins])
+        steady = _Steady(places.file, places.length, _pieces(_dcp.narrow(places.file)), lengths)
+        if not places.file.flags.writeable and not places.length.flags.writeable:
+            _steady[catalog] = steady
     return (
-        _dcp.encoded_entries(catalog.entries),
-        catalog.tables,
-        boxes,
+        catalog.packed,
         tuple(places.names),
-        columns,
-        lengths,
+        [steady.files, _pieces(places.units)],
+        steady.lengths,
         None if catalog.has_paths(metadata.planner_data) else (metadata.planner_data,),
         metadata.storage_meta,
         metadata.version,
@@ -89,15 +108,52 @@ class _Piece:
         return np.frombuffer, (self._numbers.tobytes(), self._numbers.dtype)
 
 
-def _pieces(column: Integers) -> list[_Piece]:
-    small = _dcp.narrow(column)
-    return [_Piece(small[at : at + _ROWS]) for at in range(0, len(small), _ROWS)]
+def _pieces(column: _dcp.AnyIntegers) -> list[_Piece]:
+    return [_Piece(column[at : at + _ROWS]) for at in range(0, len(column), _ROWS)]
+
+
+class _Late:
+    """A field of ``_ArrivedMetadata``, which is made when somebody looks at it."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, metadata: _ArrivedMetadata | None, owner: type) -> Any:
+        if metadata is None:
+            return None
+        metadata.unpack()
+        return metadata.__dict__[self._name]
+
+
+class _ArrivedMetadata(SavedMetadata):
+    """Metadata that another rank has sent. Most programs never look at it, so it stays packed until then."""
+
+    state_dict_metadata = _Late()  # type: ignore[assignment]
+    planner_data = _Late()
+    storage_data = _Late()
+
+    def unpack(self) -> None:
+        """Become ordinary ``SavedMetadata``. Several threads may look at once."""
+        parts = self.__dict__.get("_packed")
+        if parts is None:
+            return
+        packed, files, columns, lengths, planner_data = parts
+        catalog = packed.catalog()
+        nothing = np.zeros(0, dtype=np.int64)
+        file, units = (np.concatenate([nothing, *column]) for column in columns)
+        length = _dcp.repeated(lengths[1].astype(np.int64), lengths[0].astype(np.int64))
+        made = catalog.metadata()
+        self.__dict__.update(
+            state_dict_metadata=made.state_dict_metadata,
+            planner_data=made.planner_data if planner_data is None else planner_data[0],
+            storage_data=StorageEntries(catalog, Places(files, file, units * ALIGNMENT, length, nothing, nothing)),
+        )
+        self.__class__ = SavedMetadata  # type: ignore[assignment]
+        self.__dict__.pop("_packed", None)
 
 
 def _arrived(
-    names: tuple[bytes, ...],
-    tables: tuple[int, ...],
-    boxes: dict[int, _dcp.AnyIntegers],
+    packed: _dcp.PackedCatalog,
     files: tuple[str, ...],
     columns: list[list[_dcp.AnyIntegers]],
     lengths: tuple[_dcp.AnyIntegers, _dcp.AnyIntegers],
@@ -106,20 +162,10 @@ def _arrived(
     version: str | None,
 ) -> SavedMetadata:
     """Return metadata that another rank has sent."""
-    entries = tuple(entry for piece in names for entry in _dcp.decoded_entries(piece))
-    ndim = max((len(table[0]) // 2 for table in boxes.values() if len(table)), default=0)
-    rows = [boxes[t].astype(np.int64) if t >= 0 else np.zeros((1, 2 * ndim), dtype=np.int64) for t in tables]
-    first = np.concatenate([[0], np.cumsum([len(row) for row in rows], dtype=np.int64)])
-    catalog = _dcp.Catalog(entries, first, np.concatenate([np.zeros((0, 2 * ndim), dtype=np.int64), *rows]))
-    nothing = np.zeros(0, dtype=np.int64)
-    file, offset = (np.concatenate([nothing, *column]) for column in columns)
-    length = np.repeat(lengths[1].astype(np.int64), lengths[0])
-    made = catalog.metadata()
-    made.planner_data = made.planner_data if planner_data is None else planner_data[0]
-    made.storage_data = StorageEntries(catalog, Places(files, file, offset * ALIGNMENT, length, nothing, nothing))
+    made = object.__new__(_ArrivedMetadata)
+    made.__dict__["_packed"] = packed, files, columns, lengths, planner_data
     made.storage_meta, made.version = storage_meta, version
-    made.__class__ = SavedMetadata
-    return made  # type: ignore[return-value]
+    return made
 
 
 def shortened(metadata: Metadata, report: SaveReport) -> Metadata:

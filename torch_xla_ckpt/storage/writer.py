@@ -37,16 +37,7 @@ from torch_xla_ckpt.storage.limits import check_limits, default_threads, request
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, path_mismatch
 from torch_xla_ckpt.storage.manifest import copied_user_metadata
 from torch_xla_ckpt.storage.memory_budget import MemoryBudget
-from torch_xla_ckpt.storage.places import (
-    Places,
-    StorageEntries,
-    Written,
-    WrittenItems,
-    placed,
-    unplaced,
-    written_bytes,
-    written_sizes,
-)
+from torch_xla_ckpt.storage.places import Places, StorageEntries, unplaced
 from torch_xla_ckpt.storage.progress import Progress
 from torch_xla_ckpt.storage.records import Records
 from torch_xla_ckpt.storage.save_phases import SavePhases
@@ -54,6 +45,7 @@ from torch_xla_ckpt.storage.saved_metadata import plain, send_as_arrays, shorten
 from torch_xla_ckpt.storage.stored import BLOCK
 from torch_xla_ckpt.storage.write_jobs import tensor_bytes
 from torch_xla_ckpt.storage.write_threads import WriteThreads
+from torch_xla_ckpt.storage.written import Written, WrittenItems, written_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -235,13 +227,13 @@ class ShardWriter(StorageWriter):
         finished = _dcp.finished(plain(metadata), None, self.storage_meta())
         try:
             with self._phases.timeline.span("commit"):
-                files = written_sizes(results)
                 catalog, listed, rows = self._catalog_of(finished, results)
-                places = placed(catalog, list(files), listed, rows)
-                _require_all(catalog, places)
-                records = Records(finished, catalog, places, files)
+                records = Records(finished, catalog, listed, rows)
+                _require_all(catalog, records.places)
                 manifest, pickled = records.manifest(self._head()), records.pickled()
-                commit.publish(self._folder, self._save_id, files, manifest, pickled, self._own_rank, start=start)
+                commit.publish(
+                    self._folder, self._save_id, records.files, manifest, pickled, self._own_rank, start=start
+                )
                 records.keep()
         except BaseException as error:
             if isinstance(error, CheckpointError) and self._mismatch:
@@ -252,7 +244,7 @@ class ShardWriter(StorageWriter):
             commit.finish(self._folder, self._save_id, start)
         self._beginning, self._items = None, []
         # DCP returns this object from ``save``.
-        metadata.storage_data, metadata.storage_meta = StorageEntries(catalog, places), finished.storage_meta
+        metadata.storage_data, metadata.storage_meta = StorageEntries(catalog, records.places), finished.storage_meta
         self.shorten(metadata)
         if self._processes > 1:
             send_as_arrays(metadata)

@@ -21,6 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.pod_parts.coordinator import COPY
 from benchmarks.pod_parts.pictures import draw
 from benchmarks.pod_parts.simulated import Pod
 from torch_xla_ckpt.planner import SPMDSavePlanner
@@ -66,6 +67,7 @@ def measure(pod: Pod) -> dict[str, Any]:
         sizes = {path.name.partition("-")[0]: path.stat().st_size for path in (work / "checkpoint").iterdir()}
     saves = (first, *later)
     second = min(later, key=lambda save: sum(save["processor"].values()))
+    floor = min(save["floor"] for save in saves)
     load = sorted(loads, key=lambda one: sum(one["processor"].values()))[len(loads) // 2]
     return {
         "chips": pod.hosts * pod.chips,
@@ -75,13 +77,20 @@ def measure(pod: Pod) -> dict[str, Any]:
             for name, one in (("first", first), ("second", second), ("load", load))
         },
         "memory": max(save["memory"] for save in saves),
-        "pause": statistics.median(max(save["pauses"].values()) for save in saves),
+        "pause": statistics.median(max(_pauses(save)) for save in saves),
+        "copy": statistics.median(save["pauses"][COPY] for save in saves),
+        "floor": floor,
         "balance": first["balance"],
         "plan_bytes": first["sent"],
         "metadata_bytes": sizes[".metadata"],
         "manifest_bytes": sizes["manifest"],
         "phases": {"first": first, "later": later, "loads": loads},
     }
+
+
+def _pauses(save: dict[str, Any]) -> list[float]:
+    """Return the longest pause of each phase of this package."""
+    return [seconds for phase, seconds in save["pauses"].items() if phase != COPY]
 
 
 def duration(found: dict[str, float]) -> str:
@@ -96,7 +105,8 @@ def main() -> None:
     parser.add_argument("--picture", help="draw how the times grow with the pod into this PNG file")
     options = parser.parse_args()
     table = Table(title="coordinator and one host of a simulated pod: seconds (and processor time)")
-    names = ("pod", "chunks", "first save", "second save", "memory", "longest pause", "load plan", "most loaded / mean")
+    names = ["pod", "chunks", "first save", "second save", "second / first", "floor", "second / floor"]
+    names += ["memory", "longest pause", COPY, "load plan", "most loaded / mean"]
     for name in names:
         table.add_column(name, justify="left" if name == "pod" else "right")
     results = {}
@@ -108,14 +118,17 @@ def main() -> None:
             name,
             f"{found['chunks']:,}",
             *(duration(found[one]) for one in ("first", "second")),
+            f"{100 * found['second']['seconds'] / found['first']['seconds']:.0f} %",
+            f"{found['floor']:.3f} s",
+            f"{found['second']['seconds'] / found['floor']:.1f}",
             f"{found['memory'] / 1024:.2f} GiB",
-            f"{1000 * found['pause']:.0f} ms",
+            *(f"{1000 * found[name]:.0f} ms" for name in ("pause", "copy")),
             duration(found["load"]),
             f"{found['balance']:.3f}",
         )
         if options.json:
             Path(options.json).write_text(json.dumps(results, indent=2))
-    Console(width=max(160, Console().width)).print(table)
+    Console(width=max(200, Console().width)).print(table)
     if options.picture:
         draw([found for name, found in results.items() if PODS[name].replicas == 1], Path(options.picture))
 

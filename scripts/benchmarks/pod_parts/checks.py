@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from torch_xla_ckpt.serialization import MetadataWriter
 from torch_xla_ckpt.storage import Manifest, read_index
 from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.location import Location
+from torch_xla_ckpt.storage.manifest_tensors import KeptText
+from torch_xla_ckpt.storage.manifest_writing import manifest_pieces
 from torch_xla_ckpt.storage.places import StorageEntries
 
 
@@ -43,7 +46,13 @@ def check_records(path: Path, saved: Metadata) -> None:
     full = MetadataWriter(entries.catalog).pieces(
         found.storage_meta, found.version, entries.places.names, entries.places
     )
-    _require(data.startswith(b"".join(full)), "a full encoding")
+    _require(data.startswith(b"".join(full)), "a full encoding of .metadata")
+    written = next(path.glob("manifest-*.json")).read_bytes()
+    top = json.loads(written)
+    made = ("format", "version", "files", "paths", "shardings", "boxes", "tensors", "objects", "xxh3_64")
+    head = {name: value for name, value in top.items() if name not in made}
+    again = manifest_pieces(head, dict(top["files"]), saved.planner_data, entries.catalog, entries.places, KeptText())
+    _require(b"".join(again) == written, "a full encoding of the manifest")
 
 
 def _check_places(found: Metadata, read: Metadata, saved: Metadata) -> None:

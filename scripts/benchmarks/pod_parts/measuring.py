@@ -5,6 +5,7 @@ Other programs slow a busy machine down. So times are also measured in seconds o
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -13,12 +14,37 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
+_FLOORS = 4  # attempts
 
 
 def memory(what: str) -> float:
     """Return a line of this process's memory status in MiB: ``VmRSS`` now, ``VmHWM`` at most so far."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(what))
+
+
+def floor(checkpoint: Path, folder: Path) -> float:
+    """Return the seconds that it takes to write the records of a checkpoint again without making them.
+
+    The bytes are in memory. The manifest is a new file, and ``.metadata`` replaces the one before it. As in the
+    simulated saves, nothing is fsynced.
+
+    Args:
+        checkpoint: the folder of the checkpoint.
+        folder: a folder to write to.
+    """
+    folder.mkdir(exist_ok=True)
+    metadata = (checkpoint / ".metadata").read_bytes()
+    manifest = next(checkpoint.glob("manifest-*.json")).read_bytes()
+    seconds = []
+    for number in range(_FLOORS):
+        start = time.perf_counter()
+        (folder / f"manifest{number}").write_bytes(manifest)
+        (folder / "temporary").write_bytes(metadata)
+        os.replace(folder / "temporary", folder / ".metadata")
+        (folder / f"manifest{number - 1}").unlink(missing_ok=True)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])  # the first one had nothing to replace
 
 
 @dataclass

@@ -7,8 +7,9 @@ boxes that a host's chips would hold.
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,8 +17,8 @@ import torch
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.layout import Box, Shard, TensorLayout
 from torch_xla_ckpt.protocols import TensorAccess
-from torch_xla_ckpt.storage.places import WrittenItems
 from torch_xla_ckpt.storage.stored import BLOCK
+from torch_xla_ckpt.storage.written import WrittenItems
 
 _FRAME = 1088  # bytes that torch.save writes around a tensor
 
@@ -123,6 +124,18 @@ class PodAccess(TensorAccess):
         raise NotImplementedError("a simulated pod has no data")
 
 
+def next_plan(sent: bytes, got: bytes) -> bytes:
+    """Return the plan that a host sends in the next save: the same one, and a digest of the items that it has got.
+
+    Args:
+        sent: the plan that the host has sent, pickled.
+        got: the plan that it has got, pickled.
+    """
+    plan = pickle.loads(sent)
+    facts = replace(plan.planner_data, held=pickle.loads(got).items.digest)
+    return pickle.dumps(replace(plan, planner_data=facts))
+
+
 def written(items: _dcp.Items, host: int, save_id: str, seed: int) -> WrittenItems:
     """Return what a host sends after it has written its items, in a random order and with random checksums."""
     generator = np.random.default_rng([seed, host])
@@ -134,12 +147,12 @@ def written(items: _dcp.Items, host: int, save_id: str, seed: int) -> WrittenIte
     offset = np.empty(len(items), dtype=np.int64)
     offset[order] = np.cumsum(extent[order]) - extent[order]
     blocks = int(np.maximum(1, -(-extent // BLOCK)).sum())
-    return WrittenItems(
-        numbers=_dcp.narrow(np.arange(len(items))),
+    return WrittenItems.of_columns(
         names=(f"__{host}_0-{save_id}.distcp",),
-        file=np.zeros(len(items), dtype=np.uint8),
-        offset=_dcp.narrow(offset),
-        length=_dcp.narrow(length),
+        numbers=np.arange(len(items)),
+        file=np.zeros(len(items), dtype=np.int64),
+        offset=offset,
+        length=length,
         data=np.where(is_tensor, _FRAME, -1),
         checksums=generator.bytes(8 * blocks),
     )
