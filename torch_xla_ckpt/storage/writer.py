@@ -1,7 +1,8 @@
 """ShardWriter: DCP storage that checksums what it writes and replaces checkpoints atomically.
 
 This module is DCP's interface. ``write_jobs`` decides which items are written in which order, ``write_threads`` has the
-threads, ``data_file`` the bytes, and ``commit`` the protocol that makes a checkpoint visible.
+threads, and ``data_file`` the bytes. ``save_start``, ``commit`` and ``save_end`` have the protocol that makes a
+checkpoint visible.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
 from torch_xla_ckpt.layout import Integers
 from torch_xla_ckpt.reports import LOCK, RequestCounts, Timeline
 from torch_xla_ckpt.runtime import without_collector
-from torch_xla_ckpt.storage import commit, path_lock
+from torch_xla_ckpt.storage import path_lock
+from torch_xla_ckpt.storage.commit import publish
 from torch_xla_ckpt.storage.data_file import DataFiles
 from torch_xla_ckpt.storage.file_names import new_save_id
 from torch_xla_ckpt.storage.folders import open_folder
@@ -49,7 +51,9 @@ from torch_xla_ckpt.storage.places import (
 )
 from torch_xla_ckpt.storage.progress import Progress
 from torch_xla_ckpt.storage.records import Records
+from torch_xla_ckpt.storage.save_end import finish, withdraw
 from torch_xla_ckpt.storage.save_phases import SavePhases
+from torch_xla_ckpt.storage.save_start import Beginning, SaveStart, begin
 from torch_xla_ckpt.storage.saved_metadata import plain, send_as_arrays, shortened
 from torch_xla_ckpt.storage.stored import BLOCK
 from torch_xla_ckpt.storage.write_jobs import tensor_bytes
@@ -152,7 +156,7 @@ class ShardWriter(StorageWriter):
         self._own_rank: int | None = None  # this rank, in a save without collectives
         self._nonce = ""
         self._save_id = ""
-        self._beginning: commit.Beginning | None = None  # only on the coordinator
+        self._beginning: Beginning | None = None  # only on the coordinator
         self._processes = 1
         self._items: list[_dcp.AssignedItems | None] = []  # of each rank, on the coordinator
         self._mismatch = ""  # names the path of each rank, if the paths differ
@@ -199,7 +203,7 @@ class ShardWriter(StorageWriter):
         self._save_id = new_save_id()
         self._processes = len(plans)
         # A single process can fetch its first data meanwhile, and sends nothing before the save has begun.
-        self._beginning = commit.Beginning(self._begin, later=self._folder.remote and self._processes == 1)
+        self._beginning = Beginning(self._begin, later=self._folder.remote and self._processes == 1)
         first = self._own_rank or 0
         # A planner of DCP that caches its plans may pass the plan of another save, with another kind of data.
         told = [plan.storage_data for plan in plans]
@@ -242,7 +246,7 @@ class ShardWriter(StorageWriter):
                 _require_all(catalog, places)
                 records = Records(finished, catalog, places, files)
                 manifest, pickled = records.manifest(self._head()), records.pickled()
-                commit.publish(self._folder, self._save_id, files, manifest, pickled, self._own_rank, start=start)
+                publish(self._folder, self._save_id, files, manifest, pickled, self._own_rank, start=start)
                 records.keep()
         except BaseException as error:
             if isinstance(error, CheckpointError) and self._mismatch:
@@ -250,7 +254,7 @@ class ShardWriter(StorageWriter):
             self.abandon()
             raise
         with self._phases.timeline.span("remove old files"):
-            commit.finish(self._folder, self._save_id, start)
+            finish(self._folder, self._save_id, start)
         self._beginning, self._items = None, []
         # DCP returns this object from ``save``.
         metadata.storage_data, metadata.storage_meta = StorageEntries(catalog, places), finished.storage_meta
@@ -270,11 +274,11 @@ class ShardWriter(StorageWriter):
         beginning, self._beginning = self._beginning, None
         if beginning is not None and beginning.is_here:  # in a forked child, the save goes on in the parent
             with suppress(Exception):  # an error here would hide the error that made the save fail
-                commit.withdraw(self._folder, self._save_id, beginning.wait(), self._own_rank)
+                withdraw(self._folder, self._save_id, beginning.wait(), self._own_rank)
 
-    def _begin(self) -> commit.SaveStart:
+    def _begin(self) -> SaveStart:
         with self._phases.timeline.span("begin"):
-            return commit.begin(self._folder, self._save_id, self._own_rank)
+            return begin(self._folder, self._save_id, self._own_rank)
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.location.url, save_id=self._save_id)
