@@ -29,6 +29,7 @@ from torch_xla_ckpt.storage.location import Location
 from torch_xla_ckpt.storage.pieces import whole
 from torch_xla_ckpt.storage.remote_requests import ByteRange, Requests
 from torch_xla_ckpt.storage.remote_sinks import FileSink, ObjectSink
+from torch_xla_ckpt.storage.request_errors import gave_up
 from torch_xla_ckpt.storage.retries import attempts_for, pauses
 from torch_xla_ckpt.storage.s3 import S3Requests
 from torch_xla_ckpt.storage.s3_upload import S3Sink, single_bytes
@@ -113,7 +114,14 @@ class RemoteFolder(Folder):
         def is_listed(name: str, size: int) -> bool:
             return name in listed and (not isinstance(listed, Mapping) or listed[name].size == size)
 
-        return sorted(name for name, size in files.items() if not (is_listed(name, size) or self._has(name, size)))
+        missing: list[str] = []
+
+        def look(name: str, size: int) -> None:
+            if not self._has(name, size):
+                missing.append(name)
+
+        together([partial(look, name, size) for name, size in files.items() if not is_listed(name, size)])
+        return sorted(missing)
 
     def read(self, name: str) -> bytes:
         return self._read(name)[0]
@@ -124,20 +132,11 @@ class RemoteFolder(Folder):
         except FileNotFoundError:
             return Version.none()
 
-    def create(
-        self,
-        name: str,
-        *,
-        replaces: bool = False,
-        unchanged: bool = False,
-        before: Callable[[], object] | None = None,
-    ) -> Sink:
+    def create(self, name: str, *, replaces: bool = False, unchanged: bool = False) -> Sink:
         if not unchanged:
-            if before is not None:
-                before()
             return self._stream(name, replaces)
         most = _SINGLE_BYTES if self._s3 is None else single_bytes(self._requests)
-        return ObjectSink(self._requests, name, most, partial(self._stream, name, replaces), before)
+        return ObjectSink(self._requests, name, most, partial(self._stream, name, replaces))
 
     def put(self, name: str, data: bytes) -> None:
         self._requests.put(name, data)
@@ -319,13 +318,18 @@ class RemoteFolder(Folder):
         together([*([] if check is None else [check]), compare])
         if time.monotonic() - began > _FRESH:  # ``check`` took long
             compare()
+        began = time.monotonic()
         for attempt, pause in enumerate(pauses(), 1):
             try:
                 self._put_remembered(name, data)
                 return
             except Exception as error:
-                if attempt >= attempts_for(error):
+                most = attempts_for(error)
+                if most == 1:
                     raise
+                if attempt >= most:
+                    seconds = time.monotonic() - began
+                    raise gave_up(self.url, f"write {name}", attempt, seconds, error) from error
             time.sleep(pause)
             if self.version(name).is_same(Version.of(data)):  # the put was carried out, and its answer was lost
                 return

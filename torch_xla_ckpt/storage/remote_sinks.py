@@ -23,22 +23,13 @@ class ObjectSink(Sink):
         name: the file's name, which is used once.
         most: the largest file in bytes that is put in one request.
         stream: opens the file for writing piece by piece, if it is larger.
-        before: a function that is called before the first request. Default: none.
     """
 
-    def __init__(
-        self,
-        requests: Requests,
-        name: str,
-        most: int,
-        stream: Callable[[], Sink],
-        before: Callable[[], object] | None = None,
-    ):
+    def __init__(self, requests: Requests, name: str, most: int, stream: Callable[[], Sink]):
         self._requests = requests
         self._name = name
         self._most = most
         self._open_stream = stream
-        self._before = before
         self._stream: Sink | None = None
         self._pieces: list[Bytes] = []
         self._size = 0
@@ -48,7 +39,6 @@ class ObjectSink(Sink):
         self._size += len(data)
         if self._size > self._most:
             if self._stream is None:
-                self._wait()
                 self._stream = self._open_stream()
             pieces, self._pieces = self._pieces, []
             for piece in pieces:
@@ -60,12 +50,7 @@ class ObjectSink(Sink):
             return
         whole = self._joined()
         self._pieces = []  # the memory of the pieces is free from here on
-        self._wait()
         self._requests.put(self._name, whole, is_new=True)
-
-    def _wait(self) -> None:
-        if self._before is not None:
-            self._before()
 
     def _joined(self) -> Bytes:
         if self._requests.takes_only_bytes:

@@ -12,7 +12,7 @@ from torch_xla_ckpt.storage.seal import sealed_save_id
 logger = logging.getLogger(__name__)
 
 
-def finish(folder: Folder, save_id: str, start: SaveStart) -> None:
+def finish(folder: Folder, start: SaveStart) -> None:
     """Remove the files that a commit has made superfluous.
 
     The saves that wrote them began with a ``.metadata`` that is replaced now, so they cannot commit any more. Errors
@@ -20,8 +20,8 @@ def finish(folder: Folder, save_id: str, start: SaveStart) -> None:
     """
     start.lease.end()
     try:
-        old = {name for name in start.survey.result().replaced if save_id not in name}
-        folder.remove([*sorted(old), start.lease.name])
+        old = start.survey.result().replaced
+        folder.remove([*sorted(old), *([] if start.lease.is_removed else [start.lease.name])])
         # The saves whose leases went may have begun uploads as well. Saves that began after this one may be alive.
         dead = {dead_id for name in old if (dead_id := save_id_of_lease(name)) is not None}
         if dead:
@@ -39,13 +39,14 @@ def finish(folder: Folder, save_id: str, start: SaveStart) -> None:
 def withdraw(folder: Folder, save_id: str, start: SaveStart, rank: int | None = None) -> None:
     """Remove the files of a save that failed, unless the save is committed all the same.
 
-    A remote store may still carry out a put whose answer was lost. So there the files stay until the next save, unless
-    another save has committed.
+    A store may still carry out a put of ``.metadata`` whose answer was lost. Then the files stay until the next save,
+    unless another save has committed.
     """
     start.lease.end()
     version = folder.version(metadata_name(rank))
     if sealed_save_id(version.end) == save_id:
-        folder.remove([start.lease.name])
-    elif not folder.remote or not version.is_same(start.version):
+        start.lease.remove()
+    elif not folder.remote or not start.is_committing or not version.is_same(start.version):
         own = {name for name in folder.names() if save_id in name and is_checkpoint_file(name, stock=False)}
-        folder.remove([*sorted(own - {start.lease.name}), start.lease.name])
+        folder.remove(sorted(own - {start.lease.name}))
+        start.lease.remove()  # at last: without a lease, a manifest and its data would look like a committed save

@@ -6,7 +6,7 @@ A save removes only files that were there when it began: the saves that wrote th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.protocols import Entry, Folder, Version
+from torch_xla_ckpt.reports import BEGIN, Timeline
 from torch_xla_ckpt.runtime import forks
 from torch_xla_ckpt.serialization import METADATA
 from torch_xla_ckpt.storage.deadline import start as start_call
@@ -37,7 +38,7 @@ class Survey(NamedTuple):
     replaced: frozenset[str]
 
 
-@dataclass(frozen=True)
+@dataclass
 class SaveStart:
     """The state of a folder when a save began. Made by ``begin``.
 
@@ -45,36 +46,59 @@ class SaveStart:
         version: the version of ``.metadata``. The save commits only if this version is still there.
         lease: the lease, which tells other programs that the save is alive.
         survey: the future of the survey. In a store, data files are written while the folder is still being listed.
+        is_committing: whether a request to put ``.metadata`` may have been made. Default: False.
     """
 
     version: Version
     lease: Lease
     survey: Future[Survey]
+    is_committing: bool = False
 
 
 class Beginning:
-    """A save that begins, in another thread if its files are in a store.
+    """A save that begins. In a store, that takes requests, which are made in other threads.
 
     Args:
-        begin: begins the save.
-        later: call ``begin`` in another thread, and return before it has ended.
+        folder: the checkpoint's folder.
+        save_id: the id of the save.
+        rank: the rank of a save without collectives; None for a save of all ranks.
+        version: the future of ``find_version``; None for a folder on a local disk.
+        timeline: records how long it takes.
     """
 
-    def __init__(self, begin: Callable[[], SaveStart], *, later: bool):
+    def __init__(
+        self, folder: Folder, save_id: str, rank: int | None, version: Future[Version] | None, timeline: Timeline
+    ):
+        def begin_save() -> SaveStart:
+            with timeline.span(BEGIN):
+                return begin(folder, save_id, rank, version)
+
         self._owner = forks.Owner()
+        self._version = version
         self._start: Future[SaveStart] = Future()
-        if later:
-            self._start = start_call(begin)
+        if version is None:
+            self._start.set_result(begin_save())
         else:
-            self._start.set_result(begin())
+            self._start = start_call(begin_save)
 
     @property
     def is_here(self) -> bool:
         """Whether the save belongs to the running process; False in children forked from it."""
         return self._owner.is_here
 
+    def wait_for_version(self) -> None:
+        """Wait until data files may be written: until the version of ``.metadata`` is known.
+
+        Raises:
+            Exception: what ``find_version`` raised, or ``begin`` until now.
+        """
+        if self._version is not None:
+            self._version.result()
+        if self._start.done():
+            self._start.result()
+
     def wait(self) -> SaveStart:
-        """Wait until the save has begun.
+        """Wait until the save has begun. The manifest is written after that.
 
         Raises:
             Exception: what ``begin`` raised.
@@ -82,32 +106,46 @@ class Beginning:
         return self._start.result()
 
 
-def begin(folder: Folder, save_id: str, rank: int | None = None) -> SaveStart:
+def find_version(folder: Folder, rank: int | None) -> Version:
+    """Return the version of ``.metadata``, which no earlier request of this process replaces any more.
+
+    The version must be known before any data file is written. So a program that lists a data file, and commits later,
+    knows that the save of this file cannot commit any more.
+
+    Args:
+        folder: the checkpoint's folder.
+        rank: the rank of a save without collectives; None for a save of all ranks.
+
+    Raises:
+        CheckpointError: an earlier request that got no answer may still replace ``.metadata``.
+    """
+    folder.settle()
+    return folder.version(metadata_name(rank))
+
+
+def begin(folder: Folder, save_id: str, rank: int | None, version: Future[Version] | None) -> SaveStart:
     """Begin a save: take its lease, and record which files there are.
 
     Files that a save could still commit are never removed. Only leftovers are, if their process is known to have ended.
 
-    The version of ``.metadata`` is known before any data file is written. So a program that lists a data file, and
-    commits later, knows that the save of this file cannot commit any more.
+    The lease is there before the manifest: a manifest without a lease is that of a committed save.
 
     Args:
         folder: the checkpoint's folder.
         save_id: the id of the save.
-        rank: the rank of a save without collectives. Default: a save of all ranks.
+        rank: the rank of a save without collectives; None for a save of all ranks.
+        version: the future of ``find_version`` in a store; None for a folder on a local disk.
 
     Raises:
         CheckpointError: the folder holds a checkpoint of all ranks, and one rank would save there without collectives,
             where no reader would see its checkpoint. Or an earlier request that got no answer may still replace
             ``.metadata``.
     """
-    folder.settle()
-    name = metadata_name(rank)
-    asked = start_call(lambda: folder.version(name)) if folder.remote else None
     lease = Lease(folder, save_id)
     try:
-        if asked is not None and rank is None:
-            version = asked.result()
-            return SaveStart(version, lease, start_call(lambda: _survey(folder, folder.listing(), version, lease)))
+        if version is not None and rank is None:
+            found = version.result()
+            return SaveStart(found, lease, start_call(lambda: _survey(folder, folder.listing(), found, lease)))
         listing = folder.listing()
         if rank is not None and METADATA in listing:
             raise CheckpointError(
@@ -116,13 +154,12 @@ def begin(folder: Folder, save_id: str, rank: int | None = None) -> SaveStart:
             )
         # Local leftovers are removed at once. So the version is read after the listing: a save that has committed since
         # is not taken for a leftover.
-        found = folder.version(name) if asked is None else asked.result()
+        found = find_version(folder, rank) if version is None else version.result()
         survey: Future[Survey] = Future()
         survey.set_result(_survey(folder, listing, found, lease, rank))
     except BaseException:
-        lease.end()
         with suppress(Exception):
-            folder.remove([lease.name])
+            lease.remove()
         raise
     return SaveStart(found, lease, survey)
 

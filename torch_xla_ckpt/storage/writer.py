@@ -13,6 +13,7 @@ import operator
 import os
 import platform
 from collections.abc import Mapping
+from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata as distributions
@@ -27,11 +28,14 @@ from torch.futures import Future
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
 from torch_xla_ckpt.layout import Integers
-from torch_xla_ckpt.reports import LOCK, RequestCounts, Timeline
+from torch_xla_ckpt.protocols import Version
+from torch_xla_ckpt.reports import BEGIN, LOCK, RECORDS, RequestCounts, Timeline
 from torch_xla_ckpt.runtime import without_collector
 from torch_xla_ckpt.storage import path_lock
 from torch_xla_ckpt.storage.commit import publish
+from torch_xla_ckpt.storage.commit_checks import Candidate
 from torch_xla_ckpt.storage.data_file import DataFiles
+from torch_xla_ckpt.storage.deadline import start as start_call
 from torch_xla_ckpt.storage.file_names import new_save_id
 from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.lease import Holder
@@ -53,7 +57,7 @@ from torch_xla_ckpt.storage.progress import Progress
 from torch_xla_ckpt.storage.records import Records
 from torch_xla_ckpt.storage.save_end import finish, withdraw
 from torch_xla_ckpt.storage.save_phases import SavePhases
-from torch_xla_ckpt.storage.save_start import Beginning, SaveStart, begin
+from torch_xla_ckpt.storage.save_start import Beginning, find_version
 from torch_xla_ckpt.storage.saved_metadata import plain, send_as_arrays, shortened
 from torch_xla_ckpt.storage.stored import BLOCK
 from torch_xla_ckpt.storage.write_jobs import tensor_bytes
@@ -156,7 +160,10 @@ class ShardWriter(StorageWriter):
         self._own_rank: int | None = None  # this rank, in a save without collectives
         self._nonce = ""
         self._save_id = ""
+        self._version: futures.Future[Version] | None = None  # of ``.metadata`` in a store, on the coordinator
         self._beginning: Beginning | None = None  # only on the coordinator
+        self._writing: WriteThreads | None = None  # that still put the last data files
+        self._nbytes = 0
         self._processes = 1
         self._items: list[_dcp.AssignedItems | None] = []  # of each rank, on the coordinator
         self._mismatch = ""  # names the path of each rank, if the paths differ
@@ -190,20 +197,23 @@ class ShardWriter(StorageWriter):
             self.announce()
         self._phases.is_announced = False
         self._own_rank = None if kwargs.get("use_collectives", True) else kwargs.get("rank")
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         with self._phases.timeline.span(LOCK):
             path_lock.wait_for(self.location)
+        if is_coordinator or self._own_rank is not None:
+            self.abandon()  # the save before, if it has failed
+            self._version = self._found_version()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self._folder.make()
         self._nonce = new_save_id()
         return replace(plan, storage_data=_ProcessInfo(self._nonce, self.location.identity))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self.abandon()
         self._save_id = new_save_id()
         self._processes = len(plans)
-        # A single process can fetch its first data meanwhile, and sends nothing before the save has begun.
-        self._beginning = Beginning(self._begin, later=self._folder.remote and self._processes == 1)
+        self._beginning = Beginning(self._folder, self._save_id, self._own_rank, self._version, self._phases.timeline)
+        if self._processes > 1:  # other processes may write as soon as they have their plans
+            self._beginning.wait_for_version()
         first = self._own_rank or 0
         # A planner of DCP that caches its plans may pass the plan of another save, with another kind of data.
         told = [plan.storage_data for plan in plans]
@@ -227,7 +237,9 @@ class ShardWriter(StorageWriter):
             elif self._beginning is not None:  # others may still write: ``abandon`` or the next save removes files
                 self._beginning.wait().lease.end()
             raise
-        self._phases.written(written_bytes(results))
+        self._nbytes = written_bytes(results)
+        if self._writing is None:
+            self._phases.written(self._nbytes)
         done: Future[Written] = Future()
         done.set_result(results)
         return done
@@ -236,25 +248,28 @@ class ShardWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[Written]) -> None:  # type: ignore[override]
         if self._beginning is None:
             raise CheckpointError("this writer has no save under way; call prepare_global_plan first")
-        start = self._beginning.wait()
+        timeline = self._phases.timeline
         finished = _dcp.finished(plain(metadata), None, self.storage_meta())
         try:
-            with self._phases.timeline.span("commit"):
+            with timeline.span(RECORDS):
                 files = written_sizes(results)
                 catalog, listed, rows = self._catalog_of(finished, results)
                 places = placed(catalog, list(files), listed, rows)
                 _require_all(catalog, places)
                 records = Records(finished, catalog, places, files)
-                manifest, pickled = records.manifest(self._head()), records.pickled()
-                publish(self._folder, self._save_id, files, manifest, pickled, self._own_rank, start=start)
+            start = self._beginning.wait()
+            with timeline.span("commit"):
+                candidate = Candidate(self._folder, self._save_id, files, start, self._own_rank)
+                manifest = timeline.timed(RECORDS, records.manifest(self._head()))
+                publish(candidate, manifest, timeline.timed(RECORDS, records.pickled()), self._await_data)
                 records.keep()
         except BaseException as error:
             if isinstance(error, CheckpointError) and self._mismatch:
                 error.args = (f"{error}. {self._mismatch}", *error.args[1:])
             self.abandon()
             raise
-        with self._phases.timeline.span("remove old files"):
-            finish(self._folder, self._save_id, start)
+        with timeline.span("remove old files"):
+            finish(self._folder, start)
         self._beginning, self._items = None, []
         # DCP returns this object from ``save``.
         metadata.storage_data, metadata.storage_meta = StorageEntries(catalog, places), finished.storage_meta
@@ -272,13 +287,32 @@ class ShardWriter(StorageWriter):
     def abandon(self) -> None:
         """End the save under way as failed. Its files are removed now or by the next save."""
         beginning, self._beginning = self._beginning, None
-        if beginning is not None and beginning.is_here:  # in a forked child, the save goes on in the parent
-            with suppress(Exception):  # an error here would hide the error that made the save fail
-                withdraw(self._folder, self._save_id, beginning.wait(), self._own_rank)
+        writing, self._writing = self._writing, None
+        if beginning is None or not beginning.is_here:  # in a forked child, the save goes on in the parent
+            return
+        if writing is not None:
+            writing.cancel()
+        with suppress(Exception):  # an error here would hide the error that made the save fail
+            withdraw(self._folder, self._save_id, beginning.wait(), self._own_rank)
 
-    def _begin(self) -> SaveStart:
-        with self._phases.timeline.span("begin"):
-            return begin(self._folder, self._save_id, self._own_rank)
+    def _await_data(self) -> None:
+        """Wait until all data files are written."""
+        if self._writing is not None:
+            self._writing.wait()
+            self._writing = None
+            self._phases.written(self._nbytes)
+
+    def _found_version(self) -> futures.Future[Version] | None:
+        """Begin to read the version of ``.metadata``, while the save is planned; None for a folder on a local disk."""
+        if not self._folder.remote:
+            return None
+        folder, rank, timeline = self._folder, self._own_rank, self._phases.timeline
+
+        def find() -> Version:
+            with timeline.span(BEGIN):
+                return find_version(folder, rank)
+
+        return start_call(find)
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.location.url, save_id=self._save_id)
@@ -302,10 +336,10 @@ class ShardWriter(StorageWriter):
         total = sum(map(tensor_bytes, plan.items))
         number = self._threads or default_threads(remote=self._folder.remote)
         in_objects = self._folder.remote and number > 1
-        before = None if self._beginning is None else self._beginning.wait
+        beginning = self._beginning
         with Progress("saving", lambda: total, self._progress) as progress:
             threads = WriteThreads(
-                DataFiles(self._folder, info.rank, info.save_id, before),
+                DataFiles(self._folder, info.rank, info.save_id, beginning.wait_for_version if beginning else bool),
                 number,
                 keep_tiny=not self._folder.remote,
                 file_bytes=request_bytes(total, number, self._memory_budget) if in_objects else None,
@@ -314,6 +348,10 @@ class ShardWriter(StorageWriter):
                 timeline=self._phases.timeline,
             )
             results = threads.write(plan.items, planner)
+            if in_objects and beginning is not None and self._processes == 1:
+                self._writing = threads  # ``finish`` waits for the last files
+            else:
+                threads.wait()
         try:
             self._folder.flush()
         except BaseException:
