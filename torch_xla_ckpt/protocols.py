@@ -283,8 +283,8 @@ class Folder(Protocol):
             name: the file's name.
             replaces: whether there may be an older file, which stays if the new one is given up. In stores only; on
                 local disks, an older file is an error.
-            unchanged: True if memory that is written stays unchanged until the file is closed, so that the folder need
-                not copy it. Default: False.
+            unchanged: True if memory that is written stays unchanged until the file is closed, and the name is used
+                once. Then a store copies nothing, and sends nothing before the file is closed. Default: False.
         """
 
     def put(self, name: str, data: bytes) -> None:

@@ -26,7 +26,8 @@ class DataFiles:
         folder: the checkpoint's folder.
         rank: the rank.
         save_id: the id of the save.
-        before: called before each file is created, by the thread that writes it. Default: nothing is called.
+        before: called before the first bytes of a file may be sent, by the thread that writes it. Default: nothing is
+            called.
     """
 
     def __init__(self, folder: Folder, rank: int, save_id: str, before: Callable[[], object] = bool):
@@ -37,13 +38,19 @@ class DataFiles:
         self._count = 0
         self._lock = threading.Lock()
 
-    def create(self) -> DataFile:
-        """Create the next data file."""
-        self._before()
+    def create(self, *, unchanged: bool) -> DataFile:
+        """Create the next data file.
+
+        Args:
+            unchanged: True if the memory of items stays unchanged until the file is closed.
+        """
         with self._lock:
             name = data_name(self._rank, self._count, self._save_id)
             self._count += 1
-        return DataFile(name, self._folder.create(name, unchanged=True))
+        if not unchanged:
+            self._before()
+        sink = self._folder.create(name, unchanged=unchanged)
+        return DataFile(name, sink, before_close=self._before if unchanged else bool)
 
     def remove(self, files: Iterable[DataFile]) -> None:
         """Remove abandoned files from a store, which may have carried out requests that were answered by an error.
@@ -60,16 +67,18 @@ class DataFile:
 
     Args:
         name: the file's name.
-        sink: the open file. The memory of items stays unchanged until ``close``.
+        sink: the open file.
+        before_close: called before the file is closed. Default: nothing is called.
 
     Attributes:
         sink_seconds: seconds that writing to the sink has taken, without checksums.
     """
 
-    def __init__(self, name: str, sink: Sink):
+    def __init__(self, name: str, sink: Sink, before_close: Callable[[], object] = bool):
         self.name = name
         self.sink_seconds = 0.0
         self._sink = sink
+        self._before_close = before_close
         self._end = 0
         self._small: list[Bytes] = []  # small items that are not written yet
         self._small_bytes = 0
@@ -103,6 +112,7 @@ class DataFile:
     def close(self) -> None:
         """Write what is buffered and close the file."""
         self._flush()
+        self._before_close()
         with self._writing():
             self._sink.close()
 

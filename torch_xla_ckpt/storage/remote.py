@@ -133,10 +133,9 @@ class RemoteFolder(Folder):
             return Version.none()
 
     def create(self, name: str, *, replaces: bool = False, unchanged: bool = False) -> Sink:
-        if not unchanged:
-            return self._stream(name, replaces)
         most = _SINGLE_BYTES if self._s3 is None else single_bytes(self._requests)
-        return ObjectSink(self._requests, name, most, partial(self._stream, name, replaces))
+        stream = partial(self._stream, name, replaces)
+        return ObjectSink(self._requests, name, most, stream, unchanged=unchanged)
 
     def put(self, name: str, data: bytes) -> None:
         self._requests.put(name, data)

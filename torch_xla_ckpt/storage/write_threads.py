@@ -163,7 +163,7 @@ class WriteThreads:
             if self._failures:
                 return
             if file is None:
-                file = self._files.create()
+                file = self._files.create(unchanged=self._file_bytes is not None)
                 self._opened.append(file)
             held = sum(job.held for job in batch)
             nbytes = sum(job.nbytes for job in batch)

@@ -192,16 +192,27 @@ class ShardWriter(StorageWriter):
         self._phases.is_announced = True
         return self._phases.timeline
 
+    def look(self) -> None:
+        """Begin to read the version of ``.metadata`` in a store, before DCP calls the writer.
+
+        Call this when no earlier save to the path is under way. Only the coordinator need call it.
+        """
+        self._version = self._find_version()
+
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not self._phases.is_announced:
             self.announce()
         self._phases.is_announced = False
         self._own_rank = None if kwargs.get("use_collectives", True) else kwargs.get("rank")
+        version = self._version
+        self.abandon()  # the save before, if it has failed
         with self._phases.timeline.span(LOCK):
-            path_lock.wait_for(self.location)
-        if is_coordinator or self._own_rank is not None:
-            self.abandon()  # the save before, if it has failed
-            self._version = self._found_version()
+            if path_lock.wait_for(self.location):
+                version = None  # another save may have committed since it was read
+        if self._own_rank is None and version is not None:
+            self._version = version
+        elif is_coordinator or self._own_rank is not None:
+            self._version = self._find_version()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self._folder.make()
@@ -211,7 +222,8 @@ class ShardWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self._save_id = new_save_id()
         self._processes = len(plans)
-        self._beginning = Beginning(self._folder, self._save_id, self._own_rank, self._version, self._phases.timeline)
+        version, self._version = self._version, None
+        self._beginning = Beginning(self._folder, self._save_id, self._own_rank, version, self._phases.timeline)
         if self._processes > 1:  # other processes may write as soon as they have their plans
             self._beginning.wait_for_version()
         first = self._own_rank or 0
@@ -288,6 +300,7 @@ class ShardWriter(StorageWriter):
         """End the save under way as failed. Its files are removed now or by the next save."""
         beginning, self._beginning = self._beginning, None
         writing, self._writing = self._writing, None
+        self._version = None
         if beginning is None or not beginning.is_here:  # in a forked child, the save goes on in the parent
             return
         if writing is not None:
@@ -302,8 +315,8 @@ class ShardWriter(StorageWriter):
             self._writing = None
             self._phases.written(self._nbytes)
 
-    def _found_version(self) -> futures.Future[Version] | None:
-        """Begin to read the version of ``.metadata``, while the save is planned; None for a folder on a local disk."""
+    def _find_version(self) -> futures.Future[Version] | None:
+        """Return the future of the version of ``.metadata``; None for a folder on a local disk."""
         if not self._folder.remote:
             return None
         folder, rank, timeline = self._folder, self._own_rank, self._phases.timeline
