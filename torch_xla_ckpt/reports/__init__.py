@@ -6,6 +6,7 @@ from torch_xla_ckpt.reports.requests import RequestCounts
 from torch_xla_ckpt.reports.save import (
     BEGIN,
     CHECKSUM,
+    COMMIT,
     END,
     FETCH,
     LOCK,
@@ -22,6 +23,7 @@ from torch_xla_ckpt.reports.timeline import Span, Tally, Timeline, seconds_of
 __all__ = [
     "BEGIN",
     "CHECKSUM",
+    "COMMIT",
     "END",
     "FETCH",
     "LOCK",

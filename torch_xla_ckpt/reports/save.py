@@ -12,7 +12,7 @@ LOCK, BEGIN = "wait for another save", "begin"
 FETCH, SERIALIZE, PACK = "fetch", "serialize", "pack"
 STORAGE, END = "wait for the writers", "wait for the last writes"
 CHECKSUM, WRITE = "checksum", "write"
-RECORDS = "encode manifest and metadata"
+COMMIT, RECORDS = "commit", "encode manifest and metadata"
 """Names of spans in the timeline of a save. The report adds most of them up."""
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from torch_xla_ckpt.reports import (
     CHECKSUM,
+    COMMIT,
     END,
     FETCH,
     LOCK,
@@ -68,7 +69,8 @@ class SavePhases:
         locks = seconds_of(spans).get(LOCK, 0.0)
         own = [span for span in spans if span.lane == self._lane]
         while_writing = seconds_of([span for span in own if self._planned <= span.start < self._written])
-        processor = sum(while_writing.get(what, 0.0) for what in _PROCESSOR)
+        # To a store, the commit is prepared while the last data is written.
+        processor = sum(while_writing.get(what, 0.0) for what in (*_PROCESSOR, COMMIT))
         waited = sum(while_writing.get(what, 0.0) for what in (STORAGE, END))
         processor += waited * _processor_share(span for span in spans if span.lane != self._lane)
         return SaveReport(

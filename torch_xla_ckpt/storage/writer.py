@@ -29,7 +29,7 @@ from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
 from torch_xla_ckpt.layout import Integers
 from torch_xla_ckpt.protocols import Version
-from torch_xla_ckpt.reports import BEGIN, LOCK, RECORDS, RequestCounts, Timeline
+from torch_xla_ckpt.reports import BEGIN, COMMIT, LOCK, PACK, RECORDS, RequestCounts, Timeline
 from torch_xla_ckpt.runtime import without_collector
 from torch_xla_ckpt.storage import path_lock
 from torch_xla_ckpt.storage.commit import publish
@@ -270,7 +270,7 @@ class ShardWriter(StorageWriter):
                 _require_all(catalog, places)
                 records = Records(finished, catalog, places, files)
             start = self._beginning.wait()
-            with timeline.span("commit"):
+            with timeline.span(COMMIT):
                 candidate = Candidate(self._folder, self._save_id, files, start, self._own_rank)
                 manifest = timeline.timed(RECORDS, records.manifest(self._head()))
                 publish(candidate, manifest, timeline.timed(RECORDS, records.pickled()), self._await_data)
@@ -370,9 +370,10 @@ class ShardWriter(StorageWriter):
         except BaseException:
             self._folder.remove(sorted({result.storage_data.relative_path for _, result in results}))
             raise
-        if isinstance(plan.items, _dcp.Items):
+        if not isinstance(plan.items, _dcp.Items):
+            return [result for _, result in results]
+        with self._phases.timeline.span(PACK):
             return WrittenItems.of([(number, result.storage_data) for number, result in results])
-        return [result for _, result in results]
 
     def _catalog_of(
         self, metadata: Metadata, results: list[Written]
