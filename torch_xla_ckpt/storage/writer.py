@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from torch.futures import Future
 
 from torch_xla_ckpt import _dcp
-from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
-from torch_xla_ckpt.layout import Integers
+from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.protocols import Version
 from torch_xla_ckpt.reports import BEGIN, COMMIT, LOCK, PACK, RECORDS, RequestCounts, Timeline
 from torch_xla_ckpt.runtime import without_collector
@@ -44,12 +43,9 @@ from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike,
 from torch_xla_ckpt.storage.manifest import check_user_metadata
 from torch_xla_ckpt.storage.memory_budget import MemoryBudget
 from torch_xla_ckpt.storage.places import (
-    Places,
     StorageEntries,
     Written,
     WrittenItems,
-    placed,
-    unplaced,
     written_bytes,
     written_sizes,
 )
@@ -62,6 +58,7 @@ from torch_xla_ckpt.storage.saved_metadata import plain, send_as_arrays, shorten
 from torch_xla_ckpt.storage.stored import BLOCK
 from torch_xla_ckpt.storage.write_jobs import tensor_bytes
 from torch_xla_ckpt.storage.write_threads import WriteThreads
+from torch_xla_ckpt.storage.written_catalog import written_catalog
 
 logger = logging.getLogger(__name__)
 
@@ -265,9 +262,7 @@ class ShardWriter(StorageWriter):
         try:
             with timeline.span(RECORDS):
                 files = written_sizes(results)
-                catalog, listed, rows = self._catalog_of(finished, results)
-                places = placed(catalog, list(files), listed, rows)
-                _require_all(catalog, places)
+                catalog, places = written_catalog(finished, results, self._items, list(files))
                 records = Records(finished, catalog, places, files)
             start = self._beginning.wait()
             with timeline.span(COMMIT):
@@ -375,24 +370,6 @@ class ShardWriter(StorageWriter):
         with self._phases.timeline.span(PACK):
             return WrittenItems.of([(number, result.storage_data) for number, result in results])
 
-    def _catalog_of(
-        self, metadata: Metadata, results: list[Written]
-    ) -> tuple[_dcp.Catalog, list[Written], list[Integers | None]]:
-        """Return everything that the checkpoint holds, the results, and the rows of the items in each rank's plan."""
-        catalogs = [items.catalog for items in self._items if items is not None]
-        if len(catalogs) == len(results) and catalogs[0].describes(metadata):
-            return catalogs[0], results, [None if items is None else items.rows for items in self._items]
-        # Another planner planned the save, or a subclass of ours has changed the metadata.
-        listed = [
-            own.results(items) if isinstance(own, WrittenItems) and items is not None else own
-            for own, items in zip(results, self._items)
-        ]
-        shardings = {entry.key: entry.sharding for catalog in catalogs[:1] for entry in catalog.entries}
-        for result in (result for own in listed if not isinstance(own, WrittenItems) for result in own):
-            if result.storage_data.sharding:
-                shardings[result.index.fqn] = result.storage_data.sharding
-        return _dcp.Catalog.of(metadata, shardings), listed, [None] * len(results)
-
     def _head(self) -> dict[str, Any]:
         """Return the members of the manifest that tell about the save as a whole."""
         return {
@@ -404,22 +381,6 @@ class ShardWriter(StorageWriter):
             "writer": str(Holder.here()),
             "block": BLOCK,
         }
-
-
-def _require_all(catalog: _dcp.Catalog, places: Places) -> None:
-    """Check before the commit that every listed item is in a data file.
-
-    Raises:
-        IncompleteCheckpointError: naming the keys of missing items.
-    """
-    lost = unplaced(catalog, places)
-    if lost:
-        raise IncompleteCheckpointError(
-            "the checkpoint was not committed, because no process wrote all of "
-            + ", ".join(f"{key!r} ({parts} of its parts are missing)" for key, parts in lost.items())
-            + ". The planner assigned these parts to no process. Save with SPMDSavePlanner or DCP's own planner",
-            keys=tuple(lost),
-        )
 
 
 def _software() -> dict[str, str]:
