@@ -39,7 +39,7 @@ def test_the_work_on_many_tiny_keys_is_the_limit_and_in_the_timeline(tmp_path, s
     seconds = lane_seconds(report)
     assert seconds["serialize"] > 0 and seconds["fetch"] > 0
     in_spans = sum(seconds.get(what, 0.0) for what in {*WRITE_SPANS, "commit"})
-    assert in_spans > 0.8 * (report.write_seconds + report.commit_seconds), (seconds, report)
+    assert in_spans > 0.7 * (report.write_seconds + report.commit_seconds), (seconds, report)
     assert report.processor_seconds + report.record_seconds > 0
     assert report.limit != "storage", report
     assert len(report.timeline.spans) < 1000, "a span for each key would cost more than the work"

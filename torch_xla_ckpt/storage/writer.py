@@ -258,9 +258,9 @@ class ShardWriter(StorageWriter):
         if self._beginning is None:
             raise CheckpointError("this writer has no save under way; call prepare_global_plan first")
         timeline = self._phases.timeline
-        finished = _dcp.finished(plain(metadata), None, self.storage_meta())
         try:
             with timeline.span(RECORDS):
+                finished = _dcp.finished(plain(metadata), None, self.storage_meta())
                 files = written_sizes(results)
                 catalog, places = written_catalog(finished, results, self._items, list(files))
                 records = Records(finished, catalog, places, files)
@@ -341,7 +341,8 @@ class ShardWriter(StorageWriter):
                 "the planner passed the plan of an earlier save, whose files this save must not touch. Turn plan "
                 "caching off: DefaultSavePlanner(enable_plan_caching=False)"
             )
-        total = sum(map(tensor_bytes, plan.items))
+        with self._phases.timeline.span(PACK):
+            total = sum(map(tensor_bytes, plan.items))
         number = self._threads or default_threads(remote=self._folder.remote)
         in_objects = self._folder.remote and number > 1
         beginning = self._beginning
