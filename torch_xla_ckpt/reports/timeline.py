@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-_LEAST_REST = 1e-5  # seconds between operations that are worth a span
+_LEAST = 1e-5  # seconds that are worth a span
 
 
 class Span(NamedTuple):
@@ -160,9 +160,11 @@ class Tally:
         """Make spans of the operations since the start, and begin anew."""
         lane, start, stop = threading.current_thread().name, self._start, time.perf_counter()
         for what, seconds in self._seconds.items():
+            if seconds < _LEAST and not self._bytes[what]:
+                continue
             self._timeline.spans.append(Span(lane, what, start, start + seconds, self._bytes[what]))
             start += seconds
-        if self._rest is not None and stop - start > _LEAST_REST:
+        if self._rest is not None and stop - start >= _LEAST:
             self._timeline.spans.append(Span(lane, self._rest, start, stop, 0))
         self.restart()
 
