@@ -93,6 +93,8 @@ def save(
     with processes.agreed(doing):
         state = _states(state_dict)
     with readable_errors(processes, doing, "saved"), _abandoned_on_error(writer):
+        if isinstance(writer, ShardWriter) and processes.alone:
+            writer.look()
         return _shortened(writer, _dcp.save(state, writer, SPMDSavePlanner(), process_group, processes.alone))
 
 
@@ -162,6 +164,8 @@ def save_staged(
                     before_writing()
             if isinstance(writer, ShardWriter):
                 writer.announce(timeline.seconds().get(LOCK, 0.0))
+                if group is None:
+                    writer.look()
             return _shortened(writer, _dcp.save(copied, writer, SPMDSavePlanner(), group, group is None))
 
     return stager.run(lambda: _states(state_dict), write, _location(writer), raises_earlier=raises_earlier)

@@ -286,24 +286,15 @@ class Folder(Protocol):
     def version(self, name: str) -> Version:
         """Return the current version of a file, which may be missing."""
 
-    def create(
-        self,
-        name: str,
-        *,
-        replaces: bool = False,
-        unchanged: bool = False,
-        before: Callable[[], object] | None = None,
-    ) -> Sink:
+    def create(self, name: str, *, replaces: bool = False, unchanged: bool = False) -> Sink:
         """Create a file and open it for writing.
 
         Args:
             name: the file's name.
             replaces: whether there may be an older file, which stays if the new one is given up. In stores only; on
                 local disks, an older file is an error.
-            unchanged: True if memory that is written stays unchanged until the file is closed, so that the folder need
-                not copy it. Default: False.
-            before: a function that is called before the file is created. In stores that is when its first bytes are
-                sent, which may be at its end. Default: none.
+            unchanged: True if memory that is written stays unchanged until the file is closed, and the name is used
+                once. Then a store copies nothing, and sends nothing before the file is closed. Default: False.
         """
 
     def put(self, name: str, data: bytes) -> None:

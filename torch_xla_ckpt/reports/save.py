@@ -8,8 +8,12 @@ from torch_xla_ckpt.reports.requests import RequestCounts
 from torch_xla_ckpt.reports.sizes import format_bytes
 from torch_xla_ckpt.reports.timeline import Timeline
 
-LOCK, FETCH, STORAGE = "wait for another save", "fetch", "wait for the writers"
-"""Spans of a timeline that the report adds up."""
+LOCK, BEGIN = "wait for another save", "begin"
+FETCH, SERIALIZE, PACK = "fetch", "serialize", "pack"
+STORAGE, END = "wait for the writers", "wait for the last writes"
+CHECKSUM, WRITE = "checksum", "write"
+COMMIT, RECORDS = "commit", "encode manifest and metadata"
+"""Names of spans in the timeline of a save. The report adds most of them up."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,10 @@ class SaveReport:
             of data that was not written yet.
         requests: the requests to the store; none for a local folder.
         timeline: what each thread did and when.
+        processor_seconds: the part of ``write_seconds`` in which the save waited for the processor: for serializing
+            objects, putting items together, and checksums. While it waited for the writing threads, their work decides.
+        record_seconds: the part of ``commit_seconds`` in which the manifest and ``.metadata`` were encoded. To a store,
+            they are encoded while the last data is written.
     """
 
     bytes_written: int
@@ -42,6 +50,8 @@ class SaveReport:
     storage_seconds: float
     requests: RequestCounts = field(default_factory=RequestCounts)
     timeline: Timeline = field(default_factory=Timeline, repr=False)
+    processor_seconds: float = 0.0
+    record_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -55,14 +65,16 @@ class SaveReport:
 
     @property
     def limit(self) -> str:
-        """What took most of the time: "lock", "plan", "fetch", "storage" or "commit"."""
-        rest = max(self.write_seconds - self.fetch_seconds, 0.0)  # the last bytes are written when all are fetched
+        """What took most of the time: "lock", "plan", "fetch", "processor", "storage" or "commit"."""
+        # The last bytes are written when all are fetched.
+        storage = max(self.write_seconds - self.fetch_seconds - self.processor_seconds, 0.0)
         seconds = {
             "lock": self.lock_seconds,
             "plan": self.plan_seconds,
             "fetch": self.fetch_seconds,
-            "storage": rest,
-            "commit": self.commit_seconds,
+            "processor": self.processor_seconds + self.record_seconds,
+            "storage": storage,
+            "commit": self.commit_seconds - self.record_seconds,
         }
         return max(seconds, key=lambda name: seconds[name])
 
@@ -72,7 +84,7 @@ class SaveReport:
         lines = [
             f"saved {format_bytes(self.bytes_written)} in {self.seconds:.2f} s, "
             f"{format_bytes(self.bytes_per_second)}/s ({', '.join(f'{k} {v:.2f} s' for k, v in phases.items())})",
-            f"  {self.limit} took most of the time; fetch {self.fetch_seconds:.2f} s, waiting for storage "
-            f"{self.storage_seconds:.2f} s",
+            f"  {self.limit} took most of the time; fetch {self.fetch_seconds:.2f} s, processor "
+            f"{self.processor_seconds + self.record_seconds:.2f} s, waiting for storage {self.storage_seconds:.2f} s",
         ]
         return "\n".join(lines + ([f"  {self.requests}"] if self.requests.total else []))

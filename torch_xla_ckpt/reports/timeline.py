@@ -6,9 +6,14 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+_LEAST = 1e-5  # seconds that are worth a span
 
 
 class Span(NamedTuple):
@@ -58,12 +63,25 @@ class Timeline:
         """
         self.spans.append(Span(threading.current_thread().name, what, start, time.perf_counter(), nbytes))
 
+    def timed(self, what: str, values: Iterable[T]) -> Iterator[T]:
+        """Yield values, and record the seconds that making them took as one span at its beginning.
+
+        Args:
+            what: the name of the operation.
+            values: makes each value when it is asked for it.
+        """
+        tally = Tally(self)
+        try:
+            yield from tally.each(what, values)
+        finally:
+            tally.record()
+
     def seconds(self) -> Mapping[str, float]:
-        """Return the seconds that each operation took, added up over all threads."""
-        total: dict[str, float] = {}
-        for span in tuple(self.spans):
-            total[span.what] = total.get(span.what, 0.0) + span.stop - span.start
-        return total
+        """Return the seconds that each operation took, added up over all threads.
+
+        Each second of a thread counts once: if one span lies in another one, its seconds count for the inner one only.
+        """
+        return seconds_of(tuple(self.spans))
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the spans to a file that ui.perfetto.dev and chrome://tracing open.
@@ -90,6 +108,80 @@ class Timeline:
         ]
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"traceEvents": names + events, "displayTimeUnit": "ms"}, file)
+
+
+class Tally:
+    """Operations of one thread that alternate too often to be a span each.
+
+    ``record`` makes one span of each operation, one after the other. So their seconds and their sum are right, and the
+    moments of single operations are not.
+
+    Args:
+        timeline: records the spans.
+        rest: the name of what takes the time between the operations. Default: that time is in no span.
+    """
+
+    def __init__(self, timeline: Timeline, rest: str | None = None):
+        self._timeline = timeline
+        self._rest = rest
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew. The time since ``record`` is in no span of the tally."""
+        self._start = time.perf_counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._bytes: Counter[str] = Counter()
+
+    def add(self, what: str, seconds: float, nbytes: int = 0) -> None:
+        """Add an operation.
+
+        Args:
+            what: the name of the operation.
+            seconds: the seconds that it took.
+            nbytes: bytes processed. Default: 0.
+        """
+        self._seconds[what] += seconds
+        self._bytes[what] += nbytes
+
+    def each(self, what: str, values: Iterable[T]) -> Iterator[T]:
+        """Yield values, and add the seconds that making them takes."""
+        values = iter(values)
+        while True:
+            start = time.perf_counter()
+            try:
+                value = next(values)
+            except StopIteration:
+                return
+            finally:
+                self.add(what, time.perf_counter() - start)
+            yield value
+
+    def record(self) -> None:
+        """Make spans of the operations since the start, and begin anew."""
+        lane, start, stop = threading.current_thread().name, self._start, time.perf_counter()
+        for what, seconds in self._seconds.items():
+            if seconds < _LEAST and not self._bytes[what]:
+                continue
+            self._timeline.spans.append(Span(lane, what, start, start + seconds, self._bytes[what]))
+            start += seconds
+        if self._rest is not None and stop - start >= _LEAST:
+            self._timeline.spans.append(Span(lane, self._rest, start, stop, 0))
+        self.restart()
+
+
+def seconds_of(spans: Sequence[Span]) -> Mapping[str, float]:
+    """Return the seconds of each operation. Seconds of a span that lies in another one count for the inner one only."""
+    total: dict[str, float] = {}
+    open_spans: list[Span] = []  # each lies in the one before it
+    for span in sorted(spans, key=lambda one: (one.lane, one.start, -one.stop)):
+        while open_spans and (open_spans[-1].lane != span.lane or open_spans[-1].stop <= span.start):
+            open_spans.pop()
+        if open_spans:
+            outer = open_spans[-1]
+            total[outer.what] -= max(0.0, min(span.stop, outer.stop) - span.start)
+        total[span.what] = total.get(span.what, 0.0) + span.stop - span.start
+        open_spans.append(span)
+    return total
 
 
 def _start(span: Span) -> float:

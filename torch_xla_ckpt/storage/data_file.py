@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import xxhash
 
@@ -25,10 +26,11 @@ class DataFiles:
         folder: the checkpoint's folder.
         rank: the rank.
         save_id: the id of the save.
-        before: a function that is called before a file is created. Default: none.
+        before: called before the first bytes of a file may be sent, by the thread that writes it. Default: nothing is
+            called.
     """
 
-    def __init__(self, folder: Folder, rank: int, save_id: str, before: Callable[[], object] | None = None):
+    def __init__(self, folder: Folder, rank: int, save_id: str, before: Callable[[], object] = bool):
         self._folder = folder
         self._rank = rank
         self._save_id = save_id
@@ -36,12 +38,19 @@ class DataFiles:
         self._count = 0
         self._lock = threading.Lock()
 
-    def create(self) -> DataFile:
-        """Create the next data file."""
+    def create(self, *, unchanged: bool) -> DataFile:
+        """Create the next data file.
+
+        Args:
+            unchanged: True if the memory of items stays unchanged until the file is closed.
+        """
         with self._lock:
             name = data_name(self._rank, self._count, self._save_id)
             self._count += 1
-        return DataFile(name, self._folder.create(name, unchanged=True, before=self._before))
+        if not unchanged:
+            self._before()
+        sink = self._folder.create(name, unchanged=unchanged)
+        return DataFile(name, sink, before_close=self._before if unchanged else bool)
 
     def remove(self, files: Iterable[DataFile]) -> None:
         """Remove abandoned files from a store, which may have carried out requests that were answered by an error.
@@ -58,12 +67,18 @@ class DataFile:
 
     Args:
         name: the file's name.
-        sink: the open file. The memory of items stays unchanged until ``close``.
+        sink: the open file.
+        before_close: called before the file is closed. Default: nothing is called.
+
+    Attributes:
+        sink_seconds: seconds that writing to the sink has taken, without checksums.
     """
 
-    def __init__(self, name: str, sink: Sink):
+    def __init__(self, name: str, sink: Sink, before_close: Callable[[], object] = bool):
         self.name = name
+        self.sink_seconds = 0.0
         self._sink = sink
+        self._before_close = before_close
         self._end = 0
         self._small: list[Bytes] = []  # small items that are not written yet
         self._small_bytes = 0
@@ -97,7 +112,9 @@ class DataFile:
     def close(self) -> None:
         """Write what is buffered and close the file."""
         self._flush()
-        self._sink.close()
+        self._before_close()
+        with self._writing():
+            self._sink.close()
 
     def abandon(self) -> None:
         """Give up the file, and remove it if possible."""
@@ -108,13 +125,23 @@ class DataFile:
         hasher = xxhash.xxh3_64()
         for piece in block:
             hasher.update(piece)
-            self._sink.write(piece)
+            with self._writing():
+                self._sink.write(piece)
         return hasher.digest()
 
     def _flush(self) -> None:
         if self._small:
-            self._sink.write(b"".join(self._small))
+            with self._writing():
+                self._sink.write(b"".join(self._small))
             self._small, self._small_bytes = [], 0
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.sink_seconds += time.perf_counter() - start
 
 
 def _blocks(parts: Sequence[Bytes]) -> Iterator[list[Bytes]]:

@@ -6,6 +6,7 @@ the time is up, the caller goes on without the thread. Threads of calls that hav
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -20,6 +21,7 @@ T = TypeVar("T")
 
 _Job = tuple[Future[Any], Callable[[], Any]]
 _idle: list[queue.SimpleQueue[_Job]] = []  # one for each thread that waits for a call
+_numbers = itertools.count()  # of the threads, so that a timeline tells them apart
 _lock = threading.Lock()
 
 
@@ -108,7 +110,8 @@ def start(function: Callable[[], T]) -> Future[T]:
         jobs = _idle.pop() if _idle else None
     if jobs is None:
         jobs = queue.SimpleQueue()
-        threading.Thread(target=_work, args=(jobs,), name="torch_xla_ckpt-request", daemon=True).start()
+        name = f"torch_xla_ckpt-request-{next(_numbers)}"
+        threading.Thread(target=_work, args=(jobs,), name=name, daemon=True).start()
     result: Future[T] = Future()
     jobs.put((result, function))
     return result

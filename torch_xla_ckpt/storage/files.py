@@ -124,16 +124,7 @@ class LocalFolder(Folder):
         except FileNotFoundError:
             return Version.none()
 
-    def create(
-        self,
-        name: str,
-        *,
-        replaces: bool = False,
-        unchanged: bool = False,
-        before: Callable[[], object] | None = None,
-    ) -> _LocalSink:
-        if before is not None:
-            before()
+    def create(self, name: str, *, replaces: bool = False, unchanged: bool = False) -> _LocalSink:
         return _LocalSink(self._path / name, self._sync)
 
     def put(self, name: str, data: bytes) -> None:

@@ -111,12 +111,14 @@ class Lease:
 
     Attributes:
         name: the name of the lease's file.
+        is_removed: whether ``remove`` has removed the file.
     """
 
     def __init__(self, folder: Folder, save_id: str):
         self.name = lease_name(save_id)
         self._folder = folder
         self.save_id = save_id
+        self.is_removed = False
         self._owner = forks.Owner()
         self._ended = threading.Event()
         self._renewed = _clock()
@@ -154,6 +156,16 @@ class Lease:
     def end(self) -> None:
         """End the lease, whether the save was committed or failed. The lease's file stays, and is not renewed again."""
         _end(self.save_id, self._ended, self._owner, self._thread)
+
+    def remove(self) -> None:
+        """End the lease, and remove its file.
+
+        Raises:
+            OSError: the file is still there.
+        """
+        self.end()
+        self._folder.remove([self.name])
+        self.is_removed = True
 
     def renew(self) -> None:
         """Write the lease again. An error is logged; if it lasts, ``require`` raises."""

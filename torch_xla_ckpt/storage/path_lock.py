@@ -53,23 +53,25 @@ class Turn:
             _changed.notify_all()
 
 
-def wait_for(location: Location) -> None:
-    """Wait until no async save writes to a location.
+def wait_for(location: Location) -> bool:
+    """Wait until no async save writes to a location. Return whether one did.
 
     Within an async save, only wait for the async saves that began earlier.
     """
     thread = threading.get_ident()
     own = next((turn for turn in tuple(_turns) if turn._thread == thread), None)
-    _wait(location.identity, own)
+    return _wait(location.identity, own)
 
 
-def _wait(where: str, own: Turn | None) -> None:
+def _wait(where: str, own: Turn | None) -> bool:
     def busy() -> bool:
         earlier = _turns[: _turns.index(own)] if own in _turns else _turns
         return any(turn.where == where for turn in earlier)
 
     with _changed:
-        if busy():
+        waits = busy()
+        if waits:
             logger.info("a save to %s waits for an async save to the same path", where)
         while busy():
             _changed.wait()
+    return waits

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,16 +18,14 @@ import numpy as np
 
 from torch_xla_ckpt.protocols import Bytes, Entry, Folder, Sink, Version, Window
 from torch_xla_ckpt.reports import RequestCounts
-from torch_xla_ckpt.runtime import forks
 from torch_xla_ckpt.serialization import METADATA
 from torch_xla_ckpt.storage.deadline import together
-from torch_xla_ckpt.storage.file_errors import FileChanged
 from torch_xla_ckpt.storage.file_names import require_inside
 from torch_xla_ckpt.storage.location import Location
 from torch_xla_ckpt.storage.pieces import whole
+from torch_xla_ckpt.storage.remote_replacing import Replacing
 from torch_xla_ckpt.storage.remote_requests import ByteRange, Requests
 from torch_xla_ckpt.storage.remote_sinks import FileSink, ObjectSink
-from torch_xla_ckpt.storage.retries import attempts_for, pauses
 from torch_xla_ckpt.storage.s3 import S3Requests
 from torch_xla_ckpt.storage.s3_upload import S3Sink, single_bytes
 
@@ -38,18 +34,6 @@ logger = logging.getLogger(__name__)
 _REQUEST_BYTES = 16 << 20  # reads of more than about 1.5 times this are cut into requests that run at the same time
 _RANGES_AT_ONCE = 8  # requests of one call of ``view`` that run at the same time
 _SINGLE_BYTES = 48 << 20  # larger files are sent in several requests
-_FRESH = 1.0  # seconds for which a comparison holds that was made while other requests ran
-# Protocols whose backends can create a file only if there is none (fsspec's mode="create").
-_CAN_CREATE = frozenset(("abfs", "abfss", "az", "gcs", "gs"))
-
-# fsspec's memory filesystem is in this process, so a lock makes comparing and replacing one step.
-_memory_lock = threading.Lock()
-
-
-@forks.in_child
-def _renew_memory_lock() -> None:
-    global _memory_lock
-    _memory_lock = threading.Lock()
 
 
 class RemoteFolder(Folder):
@@ -67,6 +51,7 @@ class RemoteFolder(Folder):
         self._requests = Requests(location)
         self._fs = self._requests.fs
         self._s3 = S3Requests(self._requests) if hasattr(self._fs, "call_s3") else None
+        self._replacing = Replacing(self._requests, self._s3, self.version)
         self.refuses_parts = self._s3 is not None
 
     def __reduce__(self) -> Any:
@@ -113,7 +98,14 @@ class RemoteFolder(Folder):
         def is_listed(name: str, size: int) -> bool:
             return name in listed and (not isinstance(listed, Mapping) or listed[name].size == size)
 
-        return sorted(name for name, size in files.items() if not (is_listed(name, size) or self._has(name, size)))
+        missing: list[str] = []
+
+        def look(name: str, size: int) -> None:
+            if not self._has(name, size):
+                missing.append(name)
+
+        together([partial(look, name, size) for name, size in files.items() if not is_listed(name, size)])
+        return sorted(missing)
 
     def read(self, name: str) -> bytes:
         return self._read(name)[0]
@@ -124,20 +116,10 @@ class RemoteFolder(Folder):
         except FileNotFoundError:
             return Version.none()
 
-    def create(
-        self,
-        name: str,
-        *,
-        replaces: bool = False,
-        unchanged: bool = False,
-        before: Callable[[], object] | None = None,
-    ) -> Sink:
-        if not unchanged:
-            if before is not None:
-                before()
-            return self._stream(name, replaces)
+    def create(self, name: str, *, replaces: bool = False, unchanged: bool = False) -> Sink:
         most = _SINGLE_BYTES if self._s3 is None else single_bytes(self._requests)
-        return ObjectSink(self._requests, name, most, partial(self._stream, name, replaces), before)
+        stream = partial(self._stream, name, replaces)
+        return ObjectSink(self._requests, name, most, stream, unchanged=unchanged)
 
     def put(self, name: str, data: bytes) -> None:
         self._requests.put(name, data)
@@ -151,30 +133,8 @@ class RemoteFolder(Folder):
         expected: Version | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
-        content = whole(data)  # a put may be made again, and pieces can be taken once only
-        compares_slowly = expected is not None and self._s3 is None and "memory" not in self._protocols()
-        if check is not None and not compares_slowly:
-            check()
-            check = None
-        if expected is None:
-            self._put_remembered(name, content)
-        elif self._s3 is not None:
-            if not self._s3.put_if(name, content, expected):
-                logger.warning(
-                    "%s has no conditional puts, so two programs that save there at the same time may both succeed. "
-                    "Let only one program save to a path",
-                    self.url,
-                )
-                self._compare_and_put(name, content, expected)
-        elif "memory" in self._protocols():
-            with _memory_lock:
-                self._compare_and_put(name, content, expected)
-        elif not expected.exists and not _CAN_CREATE.isdisjoint(self._protocols()):
-            if check is not None:
-                check()
-            self._put_new(name, content)
-        else:
-            self._compare_and_put(name, content, expected, check)
+        # A put may be made again, and pieces can be taken once only.
+        self._replacing.replace(name, whole(data), expected, check)
 
     def append(self, name: str, line: bytes) -> None:
         try:
@@ -291,59 +251,10 @@ class RemoteFolder(Folder):
         except FileNotFoundError:
             return False
 
-    def _put_new(self, name: str, data: bytes) -> None:
-        """Put a file if there is none, in one step."""
-        path = self._requests.full_path(name)
-        try:
-            self._requests.call(f"write {name}", len(data), self._fs.pipe_file, path, data, mode="create")
-        except FileExistsError as error:
-            raise FileChanged(name) from error
-
-    def _compare_and_put(
-        self, name: str, data: bytes, expected: Version, check: Callable[[], None] | None = None
-    ) -> None:
-        """Put a file if it still is the expected version.
-
-        Args:
-            name: the file's name.
-            data: the new bytes.
-            expected: the version that the file must have.
-            check: a function that runs while the versions are compared, and prevents the put if it raises.
-        """
-
-        def compare() -> None:
-            if not self.version(name).is_same(expected):
-                raise FileChanged(name)
-
-        began = time.monotonic()
-        together([*([] if check is None else [check]), compare])
-        if time.monotonic() - began > _FRESH:  # ``check`` took long
-            compare()
-        for attempt, pause in enumerate(pauses(), 1):
-            try:
-                self._put_remembered(name, data)
-                return
-            except Exception as error:
-                if attempt >= attempts_for(error):
-                    raise
-            time.sleep(pause)
-            if self.version(name).is_same(Version.of(data)):  # the put was carried out, and its answer was lost
-                return
-            compare()
-
-    def _put_remembered(self, name: str, data: bytes) -> None:
-        path = self._requests.full_path(name)
-        with self._requests.remembered(f"write {name}"):
-            self._requests.call(f"write {name}", len(data), self._fs.pipe_file, path, data)
-
     def _stream(self, name: str, replaces: bool) -> Sink:
         """Open a file to be written piece by piece."""
         kind = FileSink if self._s3 is None else S3Sink
         return kind(self._requests, name, replaces)
-
-    def _protocols(self) -> frozenset[str]:
-        named = self._fs.protocol
-        return frozenset((named,) if isinstance(named, str) else named)
 
 
 def _cut(start: int, stop: int) -> Iterator[tuple[int, int]]:

@@ -29,6 +29,7 @@ from torch_xla_ckpt.runtime import forks
 from torch_xla_ckpt.storage.deadline import AbandonedCalls, RequestTimeout, call_within, start
 from torch_xla_ckpt.storage.file_errors import impossible_name
 from torch_xla_ckpt.storage.location import Location
+from torch_xla_ckpt.storage.request_errors import gave_up, refused
 from torch_xla_ckpt.storage.retries import attempts_for, is_throttling, pauses
 from torch_xla_ckpt.storage.stragglers import Stragglers
 
@@ -112,6 +113,8 @@ class Requests:
             return call_within(self._limit(nbytes), function, *args, **kwargs)
         except RequestTimeout as error:
             raise self._timeout(doing, f"{error}", error.call) from None
+        except PermissionError as error:
+            raise refused(self.url, doing, error) from error
 
     def repeat(
         self,
@@ -135,23 +138,22 @@ class Requests:
 
         Raises:
             RequestTimeout: the store did not answer in time.
-            OSError: the store refused the request again and again. The last answer is the cause.
+            OSError: the request failed again and again. The last answer is the cause.
+            PermissionError: the store refused the request.
             Exception: an error that repetition cannot change, as the filesystem raised it.
         """
+        began = time.monotonic()
         for attempt, pause in enumerate(pauses(), 1):
             try:
                 return self._race(doing, nbytes, function, stragglers)
             except Exception as error:
                 most = attempts_for(error)
+                if isinstance(error, PermissionError):
+                    raise refused(self.url, doing, error) from error
                 if most == 1 or is_hopeless(error):
                     raise
                 if attempt >= most:
-                    busy = "The store asks for fewer requests: save or load later, or with fewer threads=. "
-                    raise OSError(
-                        errno.EIO,
-                        f"{self.url}: the request to {doing} failed {attempt} times. "
-                        f"{busy if is_throttling(error) else ''}The last answer was {type(error).__name__}: {error}",
-                    ) from error
+                    raise gave_up(self.url, doing, attempt, time.monotonic() - began, error) from error
                 logger.info("%s: the request to %s failed, and is repeated: %s", self.url, doing, error)
             with self._counting:
                 self._repeated += 1

@@ -16,14 +16,15 @@ BLOCK_BYTES = 16 << 20
 
 
 class ObjectSink(Sink):
-    """A file whose bytes stay unchanged in memory until it is closed, and which is put in one request if it is small.
+    """A file that is put in one request if it is small, and else piece by piece.
 
     Args:
         requests: the requests to the file's folder.
-        name: the file's name, which is used once.
+        name: the file's name.
         most: the largest file in bytes that is put in one request.
         stream: opens the file for writing piece by piece, if it is larger.
-        before: a function that is called before the first request. Default: none.
+        unchanged: True if memory that is written stays unchanged until the file is closed, and the name is used once.
+            Then nothing is copied, and nothing is sent before. The put is made again if its answer is late.
     """
 
     def __init__(
@@ -32,40 +33,42 @@ class ObjectSink(Sink):
         name: str,
         most: int,
         stream: Callable[[], Sink],
-        before: Callable[[], object] | None = None,
+        *,
+        unchanged: bool,
     ):
         self._requests = requests
         self._name = name
         self._most = most
         self._open_stream = stream
-        self._before = before
+        self._unchanged = unchanged
         self._stream: Sink | None = None
         self._pieces: list[Bytes] = []
         self._size = 0
 
     def write(self, data: Bytes) -> None:
-        self._pieces.append(data)
+        if self._stream is not None:
+            self._stream.write(data)
+            return
+        self._pieces.append(data if self._unchanged else bytes(data))
         self._size += len(data)
-        if self._size > self._most:
-            if self._stream is None:
-                self._wait()
-                self._stream = self._open_stream()
-            pieces, self._pieces = self._pieces, []
-            for piece in pieces:
-                self._stream.write(piece)
+        if self._size > self._most and not self._unchanged:
+            self._send_pieces()
 
     def close(self) -> None:
+        if self._stream is None and self._size > self._most:
+            self._send_pieces()
         if self._stream is not None:
             self._stream.close()
             return
         whole = self._joined()
         self._pieces = []  # the memory of the pieces is free from here on
-        self._wait()
-        self._requests.put(self._name, whole, is_new=True)
+        self._requests.put(self._name, whole, is_new=self._unchanged)
 
-    def _wait(self) -> None:
-        if self._before is not None:
-            self._before()
+    def _send_pieces(self) -> None:
+        self._stream = self._open_stream()
+        for piece in self._pieces:
+            self._stream.write(piece)
+        self._pieces = []
 
     def _joined(self) -> Bytes:
         if self._requests.takes_only_bytes:

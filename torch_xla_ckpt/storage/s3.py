@@ -48,8 +48,15 @@ class S3Requests:
         condition = {"IfNoneMatch": "*"} if not expected.exists else {"IfMatch": expected.tag}
         options = {"chunksize": max(50 << 20, len(data))}  # a condition needs an object that is put in one request
         fs, path = self._requests.fs, self._requests.full_path(name)
+
+        def put() -> None:  # made a second time after the first was carried out, it finds that the object has changed
+            fs.pipe_file(path, data, **options, **condition)
+
+        def is_answered(error: Exception) -> bool:
+            return _error_code(error) in _UNSUPPORTED | _CHANGED
+
         try:
-            self._requests.call(f"write {name}", len(data), fs.pipe_file, path, data, **options, **condition)
+            self._requests.repeat(f"write {name}", len(data), put, is_hopeless=is_answered)
         except Exception as error:
             code = _error_code(error)
             if code in _UNSUPPORTED:

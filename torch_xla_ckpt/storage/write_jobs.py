@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from torch_xla_ckpt.protocols import SaveSource
-from torch_xla_ckpt.reports import FETCH, STORAGE, Timeline
+from torch_xla_ckpt.reports import FETCH, PACK, SERIALIZE, STORAGE, Tally, Timeline
 from torch_xla_ckpt.storage.data_file import SMALL
 from torch_xla_ckpt.storage.limits import ObjectSizes
 from torch_xla_ckpt.storage.memory_budget import MemoryBudget
@@ -70,7 +71,7 @@ def batches(
         items: the items.
         planner: returns the data.
         budget: the memory budget.
-        timeline: records fetching and waiting.
+        timeline: records fetching, serializing and waiting.
         file_bytes: the mean of the bytes with which batches are full that become data files in a store. Their bytes are
             copied when they are sent, so they count even if fetching them takes no memory. Default: batches of 4 MiB or
             256 items.
@@ -92,6 +93,7 @@ def batches(
     batch: list[WriteJob] = []
     waiting = position = 0
     most_bytes = size_after(0)
+    tally = Tally(timeline, PACK)
     for (key, part), group in itertools.groupby(items, part_of):
         together = list(group)
         sizes = list(map(tensor_bytes, together))
@@ -100,6 +102,7 @@ def batches(
             sharding = source.sharding(key)
             cost = max(source.host_bytes(key, part), 0 if file_bytes is None else cost)
         if not budget.take(cost, wait=False):
+            tally.record()
             with timeline.span(STORAGE):
                 has_room = budget.take(cost, own=sum(job.held for job in batch))
             if not has_room:  # there is no room before these are written
@@ -107,21 +110,32 @@ def batches(
                 batch, waiting, most_bytes = [], 0, size_after(waiting)
                 with timeline.span(STORAGE):
                     budget.take(cost)
+            tally.restart()
         left = cost
         for number, (item, nbytes) in enumerate(zip(together, sizes), 1):
             held = left if number == len(together) else min(nbytes, left)
             left -= held
-            data = _fetch(item, planner, timeline) if nbytes >= SMALL else planner.resolve_data(item)
+            data = _fetch(item, nbytes, planner, tally)
             batch.append(WriteJob(item, data, sharding, nbytes, held, position))
             position += 1
             waiting += batch[-1].payload
             if waiting >= most_bytes or len(batch) >= most_items:
+                tally.record()
                 yield batch
                 batch, waiting, most_bytes = [], 0, size_after(waiting)
+                tally.restart()
+    tally.record()
     if batch:
         yield batch
 
 
-def _fetch(item: WriteItem, planner: SavePlanner, timeline: Timeline) -> torch.Tensor | io.BytesIO:
-    with timeline.span(FETCH, tensor_bytes(item)):
-        return planner.resolve_data(item)
+def _fetch(item: WriteItem, nbytes: int, planner: SavePlanner, tally: Tally) -> torch.Tensor | io.BytesIO:
+    """Ask the planner for the data of an item, which fetches a tensor or serializes an object."""
+    if nbytes >= SMALL:
+        tally.record()  # a large tensor has a span of its own
+    start = time.perf_counter()
+    data = planner.resolve_data(item)
+    tally.add(SERIALIZE if item.tensor_data is None else FETCH, time.perf_counter() - start, nbytes)
+    if nbytes >= SMALL:
+        tally.record()
+    return data

@@ -10,13 +10,14 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_xla_ckpt.errors import CheckpointError
-from torch_xla_ckpt.reports import Timeline
+from torch_xla_ckpt.reports import CHECKSUM, END, WRITE, Tally, Timeline
 from torch_xla_ckpt.runtime import forks
 from torch_xla_ckpt.storage.data_file import DataFile, DataFiles
 from torch_xla_ckpt.storage.frame import item_of
@@ -59,6 +60,8 @@ class WriteThreads:
         self._progress = progress
         self._timeline = timeline
         self._queue: queue.SimpleQueue[list[WriteJob] | None] = queue.SimpleQueue()
+        self._batches = 0
+        self._described: queue.SimpleQueue[bool] = queue.SimpleQueue()  # for each batch, once its checksums are known
         self._results: list[tuple[int, WriteResult]] = []
         self._failures: list[BaseException] = []
         self._opened: list[DataFile] = []
@@ -66,10 +69,13 @@ class WriteThreads:
         self._ends: list[threading.Event] = []
 
     def write(self, items: Sequence[WriteItem], planner: SavePlanner) -> list[tuple[int, WriteResult]]:
-        """Write all items. If this raises, no file is left and no thread runs any more.
+        """Hand over all items, and return what is written where as soon as all checksums are known.
+
+        Then the last data may still be on its way. Call ``wait`` afterwards. If this raises, no file is left, and no
+        thread runs any more.
 
         Returns:
-            What was written, with the position of each item in ``items``.
+            What is written, with the position of each item in ``items``.
 
         Raises:
             BaseException: what the planner or a thread raised first, or an interrupt.
@@ -78,25 +84,50 @@ class WriteThreads:
         try:
             cut = batches(items, planner, self._budget, self._timeline, self._file_bytes)
             self._write_batches(self._hand_over(cut))
-            self._end_threads()
+            self._let_end()
+            with self._timeline.span(END):
+                for _ in range(self._batches):
+                    if not self._described.get():
+                        break
         except BudgetClosed:
             pass
         except BaseException as error:  # KeyboardInterrupt too: no thread may go on writing
             if not owner.is_here:  # in a child that the planner forked: threads and files are the parent's
                 raise
             self._fail(error)
-        self._end_threads()
+        if self._failures:
+            self.wait()
+        return self._results
+
+    def wait(self) -> None:
+        """Wait until all data is written. If this raises, no file is left, and no thread runs any more.
+
+        Raises:
+            BaseException: what the planner or a thread raised first, or an interrupt.
+        """
+        try:
+            with self._timeline.span(END):
+                self._end_threads()
+        except BaseException as error:
+            self._fail(error)
+            self._end_threads()
         if self._failures:
             for file in self._opened:
                 file.abandon()
             self._files.remove(self._opened)
             interrupts = (error for error in self._failures if not isinstance(error, Exception))
             raise next(interrupts, self._failures[0])
-        return self._results
+
+    def cancel(self) -> None:
+        """Write nothing further, and remove what is written, because the save has failed elsewhere."""
+        self._fail(CheckpointError("the save has failed"))
+        with suppress(Exception):
+            self.wait()
 
     def _hand_over(self, every_batch: Iterable[list[WriteJob]]) -> Iterator[list[WriteJob]]:
         """Hand batches to the threads, and yield those that the calling thread writes itself."""
         for batch in every_batch:
+            self._batches += 1
             if self._keep_tiny and sum(job.payload for job in batch) <= TINY * len(batch):
                 yield batch
             else:
@@ -132,18 +163,24 @@ class WriteThreads:
             if self._failures:
                 return
             if file is None:
-                file = self._files.create()
+                file = self._files.create(unchanged=self._file_bytes is not None)
                 self._opened.append(file)
             held = sum(job.held for job in batch)
-            with self._timeline.span("write", sum(job.nbytes for job in batch)):
-                self._results.extend(self._write_item(job, file) for job in batch)
-                batch.clear()  # other references to the list must not keep the tensors alive
-                if self._file_bytes is not None:
+            nbytes = sum(job.nbytes for job in batch)
+            tally, before = Tally(self._timeline, CHECKSUM), file.sink_seconds
+            self._results.extend(self._write_item(job, file) for job in batch)
+            self._described.put(True)
+            batch.clear()  # other references to the list must not keep the tensors alive
+            tally.add(WRITE, file.sink_seconds - before, 0 if self._file_bytes else nbytes)
+            tally.record()
+            if self._file_bytes is not None:
+                with self._timeline.span(WRITE, nbytes):
                     file.close()
-                    file = None
+                file = None
             self._budget.give_back(held)
         if file is not None and not self._failures:
-            file.close()
+            with self._timeline.span(WRITE):
+                file.close()
 
     def _write_item(self, job: WriteJob, file: DataFile) -> tuple[int, WriteResult]:
         if isinstance(job.data, torch.Tensor):
@@ -160,10 +197,15 @@ class WriteThreads:
     def _fail(self, error: BaseException) -> None:
         self._failures.append(error)
         self._budget.close()
+        self._described.put(False)
+
+    def _let_end(self) -> None:
+        """Let each thread end when it finds nothing more in the queue."""
+        for _ in self._ends:
+            self._queue.put(None)
 
     def _end_threads(self) -> None:
         """Let the threads finish the queue, and wait for them."""
-        for _ in self._ends:
-            self._queue.put(None)
+        self._let_end()
         for ended in self._ends:
             ended.wait()

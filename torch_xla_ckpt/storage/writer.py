@@ -1,7 +1,8 @@
 """ShardWriter: DCP storage that checksums what it writes and replaces checkpoints atomically.
 
 This module is DCP's interface. ``write_jobs`` decides which items are written in which order, ``write_threads`` has the
-threads, ``data_file`` the bytes, and ``commit`` the protocol that makes a checkpoint visible.
+threads, and ``data_file`` the bytes. ``save_start``, ``commit`` and ``save_end`` have the protocol that makes a
+checkpoint visible.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import operator
 import os
 import platform
 from collections.abc import Mapping
+from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata as distributions
@@ -24,12 +26,15 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from torch.futures import Future
 
 from torch_xla_ckpt import _dcp
-from torch_xla_ckpt.errors import CheckpointError, IncompleteCheckpointError
-from torch_xla_ckpt.layout import Integers
-from torch_xla_ckpt.reports import LOCK, RequestCounts, Timeline
+from torch_xla_ckpt.errors import CheckpointError
+from torch_xla_ckpt.protocols import Version
+from torch_xla_ckpt.reports import BEGIN, COMMIT, LOCK, PACK, RECORDS, RequestCounts, Timeline
 from torch_xla_ckpt.runtime import without_collector
-from torch_xla_ckpt.storage import commit, path_lock
+from torch_xla_ckpt.storage import path_lock
+from torch_xla_ckpt.storage.commit import publish
+from torch_xla_ckpt.storage.commit_checks import Candidate
 from torch_xla_ckpt.storage.data_file import DataFiles
+from torch_xla_ckpt.storage.deadline import start as start_call
 from torch_xla_ckpt.storage.file_names import new_save_id
 from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.lease import Holder
@@ -37,15 +42,18 @@ from torch_xla_ckpt.storage.limits import check_limits, default_threads, request
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, path_mismatch
 from torch_xla_ckpt.storage.manifest import copied_user_metadata
 from torch_xla_ckpt.storage.memory_budget import MemoryBudget
-from torch_xla_ckpt.storage.places import Places, StorageEntries, unplaced
+from torch_xla_ckpt.storage.places import StorageEntries
 from torch_xla_ckpt.storage.progress import Progress
 from torch_xla_ckpt.storage.records import Records
+from torch_xla_ckpt.storage.save_end import finish, withdraw
 from torch_xla_ckpt.storage.save_phases import SavePhases
+from torch_xla_ckpt.storage.save_start import Beginning, find_version
 from torch_xla_ckpt.storage.saved_metadata import plain, send_as_arrays, shortened
 from torch_xla_ckpt.storage.stored import BLOCK
 from torch_xla_ckpt.storage.write_jobs import tensor_bytes
 from torch_xla_ckpt.storage.write_threads import WriteThreads
 from torch_xla_ckpt.storage.written import Written, WrittenItems, written_bytes
+from torch_xla_ckpt.storage.written_catalog import require_all_written, written_catalog
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +151,10 @@ class ShardWriter(StorageWriter):
         self._own_rank: int | None = None  # this rank, in a save without collectives
         self._nonce = ""
         self._save_id = ""
-        self._beginning: commit.Beginning | None = None  # only on the coordinator
+        self._version: futures.Future[Version] | None = None  # of ``.metadata`` in a store, on the coordinator
+        self._beginning: Beginning | None = None  # only on the coordinator
+        self._writing: WriteThreads | None = None  # that still put the last data files
+        self._nbytes = 0
         self._processes = 1
         self._items: list[_dcp.AssignedItems | None] = []  # of each rank, on the coordinator
         self._mismatch = ""  # names the path of each rank, if the paths differ
@@ -172,25 +183,40 @@ class ShardWriter(StorageWriter):
         self._phases.is_announced = True
         return self._phases.timeline
 
+    def look(self) -> None:
+        """Begin to read the version of ``.metadata`` in a store, before DCP calls the writer.
+
+        Call this when no earlier save to the path is under way. Only the coordinator need call it.
+        """
+        self._version = self._find_version()
+
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not self._phases.is_announced:
             self.announce()
         self._phases.is_announced = False
         self._own_rank = None if kwargs.get("use_collectives", True) else kwargs.get("rank")
+        version = self._version
+        self.abandon()  # the save before, if it has failed
+        with self._phases.timeline.span(LOCK):
+            if path_lock.wait_for(self.location):
+                version = None  # another save may have committed since it was read
+        if self._own_rank is None and version is not None:
+            self._version = version
+        elif is_coordinator or self._own_rank is not None:
+            self._version = self._find_version()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        with self._phases.timeline.span(LOCK):
-            path_lock.wait_for(self.location)
         self._folder.make()
         self._nonce = new_save_id()
         return replace(plan, storage_data=_ProcessInfo(self._nonce, self.location.identity))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self.abandon()
         self._save_id = new_save_id()
         self._processes = len(plans)
-        # A single process can fetch its first data meanwhile, and sends nothing before the save has begun.
-        self._beginning = commit.Beginning(self._begin, later=self._folder.remote and self._processes == 1)
+        version, self._version = self._version, None
+        self._beginning = Beginning(self._folder, self._save_id, self._own_rank, version, self._phases.timeline)
+        if self._processes > 1:  # other processes may write as soon as they have their plans
+            self._beginning.wait_for_version()
         first = self._own_rank or 0
         # A planner of DCP that caches its plans may pass the plan of another save, with another kind of data.
         told = [plan.storage_data for plan in plans]
@@ -214,7 +240,9 @@ class ShardWriter(StorageWriter):
             elif self._beginning is not None:  # others may still write: ``abandon`` or the next save removes files
                 self._beginning.wait().lease.end()
             raise
-        self._phases.written(written_bytes(results))
+        self._nbytes = written_bytes(results)
+        if self._writing is None:
+            self._phases.written(self._nbytes)
         done: Future[Written] = Future()
         done.set_result(results)
         return done
@@ -223,25 +251,26 @@ class ShardWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[Written]) -> None:  # type: ignore[override]
         if self._beginning is None:
             raise CheckpointError("this writer has no save under way; call prepare_global_plan first")
-        start = self._beginning.wait()
-        finished = _dcp.finished(plain(metadata), None, self.storage_meta())
+        timeline = self._phases.timeline
         try:
-            with self._phases.timeline.span("commit"):
-                catalog, listed, rows = self._catalog_of(finished, results)
+            with timeline.span(RECORDS):
+                finished = _dcp.finished(plain(metadata), None, self.storage_meta())
+                catalog, listed, rows = written_catalog(finished, results, self._items)
                 records = Records(finished, catalog, listed, rows)
-                _require_all(catalog, records.places)
-                manifest, pickled = records.manifest(self._head()), records.pickled()
-                commit.publish(
-                    self._folder, self._save_id, records.files, manifest, pickled, self._own_rank, start=start
-                )
+                require_all_written(catalog, records.places)
+            start = self._beginning.wait()
+            with timeline.span(COMMIT):
+                candidate = Candidate(self._folder, self._save_id, records.files, start, self._own_rank)
+                manifest = timeline.timed(RECORDS, records.manifest(self._head()))
+                publish(candidate, manifest, timeline.timed(RECORDS, records.pickled()), self._await_data)
                 records.keep()
         except BaseException as error:
             if isinstance(error, CheckpointError) and self._mismatch:
                 error.args = (f"{error}. {self._mismatch}", *error.args[1:])
             self.abandon()
             raise
-        with self._phases.timeline.span("remove old files"):
-            commit.finish(self._folder, self._save_id, start)
+        with timeline.span("remove old files"):
+            finish(self._folder, start)
         self._beginning, self._items = None, []
         # DCP returns this object from ``save``.
         metadata.storage_data, metadata.storage_meta = StorageEntries(catalog, records.places), finished.storage_meta
@@ -259,13 +288,33 @@ class ShardWriter(StorageWriter):
     def abandon(self) -> None:
         """End the save under way as failed. Its files are removed now or by the next save."""
         beginning, self._beginning = self._beginning, None
-        if beginning is not None and beginning.is_here:  # in a forked child, the save goes on in the parent
-            with suppress(Exception):  # an error here would hide the error that made the save fail
-                commit.withdraw(self._folder, self._save_id, beginning.wait(), self._own_rank)
+        writing, self._writing = self._writing, None
+        self._version = None
+        if beginning is None or not beginning.is_here:  # in a forked child, the save goes on in the parent
+            return
+        if writing is not None:
+            writing.cancel()
+        with suppress(Exception):  # an error here would hide the error that made the save fail
+            withdraw(self._folder, self._save_id, beginning.wait(), self._own_rank)
 
-    def _begin(self) -> commit.SaveStart:
-        with self._phases.timeline.span("begin"):
-            return commit.begin(self._folder, self._save_id, self._own_rank)
+    def _await_data(self) -> None:
+        """Wait until all data files are written."""
+        if self._writing is not None:
+            self._writing.wait()
+            self._writing = None
+            self._phases.written(self._nbytes)
+
+    def _find_version(self) -> futures.Future[Version] | None:
+        """Return the future of the version of ``.metadata``; None for a folder on a local disk."""
+        if not self._folder.remote:
+            return None
+        folder, rank, timeline = self._folder, self._own_rank, self._phases.timeline
+
+        def find() -> Version:
+            with timeline.span(BEGIN):
+                return find_version(folder, rank)
+
+        return start_call(find)
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.location.url, save_id=self._save_id)
@@ -286,13 +335,14 @@ class ShardWriter(StorageWriter):
                 "the planner passed the plan of an earlier save, whose files this save must not touch. Turn plan "
                 "caching off: DefaultSavePlanner(enable_plan_caching=False)"
             )
-        total = sum(map(tensor_bytes, plan.items))
+        with self._phases.timeline.span(PACK):
+            total = sum(map(tensor_bytes, plan.items))
         number = self._threads or default_threads(remote=self._folder.remote)
         in_objects = self._folder.remote and number > 1
-        before = None if self._beginning is None else self._beginning.wait
+        beginning = self._beginning
         with Progress("saving", lambda: total, self._progress) as progress:
             threads = WriteThreads(
-                DataFiles(self._folder, info.rank, info.save_id, before),
+                DataFiles(self._folder, info.rank, info.save_id, beginning.wait_for_version if beginning else bool),
                 number,
                 keep_tiny=not self._folder.remote,
                 file_bytes=request_bytes(total, number, self._memory_budget) if in_objects else None,
@@ -301,32 +351,19 @@ class ShardWriter(StorageWriter):
                 timeline=self._phases.timeline,
             )
             results = threads.write(plan.items, planner)
+            if in_objects and beginning is not None and self._processes == 1:
+                self._writing = threads  # ``finish`` waits for the last files
+            else:
+                threads.wait()
         try:
             self._folder.flush()
         except BaseException:
             self._folder.remove(sorted({result.storage_data.relative_path for _, result in results}))
             raise
-        if isinstance(plan.items, _dcp.Items):
+        if not isinstance(plan.items, _dcp.Items):
+            return [result for _, result in results]
+        with self._phases.timeline.span(PACK):
             return WrittenItems.of([(number, result.storage_data) for number, result in results])
-        return [result for _, result in results]
-
-    def _catalog_of(
-        self, metadata: Metadata, results: list[Written]
-    ) -> tuple[_dcp.Catalog, list[Written], list[Integers | None]]:
-        """Return everything that the checkpoint holds, the results, and the rows of the items in each rank's plan."""
-        catalogs = [items.catalog for items in self._items if items is not None]
-        if len(catalogs) == len(results) and catalogs[0].describes(metadata):
-            return catalogs[0], results, [None if items is None else items.rows for items in self._items]
-        # Another planner planned the save, or a subclass of ours has changed the metadata.
-        listed = [
-            own.results(items) if isinstance(own, WrittenItems) and items is not None else own
-            for own, items in zip(results, self._items)
-        ]
-        shardings = {entry.key: entry.sharding for catalog in catalogs[:1] for entry in catalog.entries}
-        for result in (result for own in listed if not isinstance(own, WrittenItems) for result in own):
-            if result.storage_data.sharding:
-                shardings[result.index.fqn] = result.storage_data.sharding
-        return _dcp.Catalog.of(metadata, shardings), listed, [None] * len(results)
 
     def _head(self) -> dict[str, Any]:
         """Return the members of the manifest that tell about the save as a whole."""
@@ -339,22 +376,6 @@ class ShardWriter(StorageWriter):
             "writer": str(Holder.here()),
             "block": BLOCK,
         }
-
-
-def _require_all(catalog: _dcp.Catalog, places: Places) -> None:
-    """Check before the commit that every listed item is in a data file.
-
-    Raises:
-        IncompleteCheckpointError: naming the keys of missing items.
-    """
-    lost = unplaced(catalog, places)
-    if lost:
-        raise IncompleteCheckpointError(
-            "the checkpoint was not committed, because no process wrote all of "
-            + ", ".join(f"{key!r} ({parts} of its parts are missing)" for key, parts in lost.items())
-            + ". The planner assigned these parts to no process. Save with SPMDSavePlanner or DCP's own planner",
-            keys=tuple(lost),
-        )
 
 
 def _software() -> dict[str, str]:
