@@ -122,17 +122,21 @@ def async_save(
 
     Returns:
         The futures of the save. If nobody reads the error of a failed save from them, the stager's next call raises
-        it; for the process's own stager, that is the next ``async_save`` without ``stager``.
+        it; for the process's own stager, that is the next ``async_save`` without ``stager``. An error of one rank is
+        raised there at once, and by the futures of the other ranks, which name the rank.
 
     Raises:
         ValueError: as for ``save``.
-        CheckpointError: the state cannot be copied; or an earlier save failed, and nobody has read its error.
+        CheckpointError: the state cannot be copied; or an earlier save failed, and nobody has read its error. In one
+            process, nothing was saved. With several ranks, the save of this call has begun, so that all ranks stay in
+            step; the stager's next call raises its error if it fails.
     """
-    writer = open_writer(
-        path, storage_writer, storage_options, sync=sync, step=step, user_metadata=user_metadata, progress=False
-    )
-
-    return save_staged(state_dict, writer, stager or default_stager())
+    stager = stager or default_stager()
+    with stager.preparing():
+        writer = open_writer(
+            path, storage_writer, storage_options, sync=sync, step=step, user_metadata=user_metadata, progress=False
+        )
+    return save_staged(state_dict, writer, stager)
 
 
 def save_staged(
@@ -157,14 +161,17 @@ def save_staged(
         if isinstance(writer, ShardWriter):
             writer.timeline = timeline
         with _abandoned_on_error(writer):
-            if before_writing is not None:
-                with timeline.span("wait for deletions"):
-                    before_writing()
-            if isinstance(writer, ShardWriter):
-                writer.announce(timeline.seconds().get(LOCK, 0.0))
+            with _failing_on_all_ranks(group):
+                if before_writing is not None:
+                    with timeline.span("wait for deletions"):
+                        before_writing()
+                if isinstance(writer, ShardWriter):
+                    writer.announce(timeline.seconds().get(LOCK, 0.0))
             return _shortened(writer, _dcp.save(copied, writer, SPMDSavePlanner(), group, group is None))
 
-    return stager.run(lambda: _states(state_dict), write, _location(writer), raises_earlier=raises_earlier)
+    with stager.preparing():
+        location = _location(writer)
+    return stager.run(lambda: _states(state_dict), write, location, raises_earlier=raises_earlier)
 
 
 @without_collector
@@ -382,6 +389,24 @@ def _abandoned_on_error(writer: dcp.StorageWriter) -> Iterator[None]:
     except BaseException:
         if isinstance(writer, ShardWriter):
             writer.abandon()
+        raise
+
+
+@contextmanager
+def _failing_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Let the save that begins after the block fail on all ranks if the block raises an error on this rank.
+
+    Args:
+        group: the ranks that save together; None for one process alone.
+
+    Raises:
+        CheckpointException: the block failed, and there are several ranks.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if group is not None:
+            _dcp.fail_to_save(error, group)
         raise
 
 
