@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.cooperation import agree
 from torch_xla_ckpt.coordination import Processes
-from torch_xla_ckpt.errors import ReplacedCheckpointError
+from torch_xla_ckpt.errors import CheckpointError, ReplacedCheckpointError
 from torch_xla_ckpt.planner import Dtype, Missing, Place, Rename, Shape, SPMDLoadPlanner, SPMDSavePlanner, Unexpected
 from torch_xla_ckpt.reports import LOCK, LoadReport, Timeline
 from torch_xla_ckpt.runtime import without_collector
@@ -91,7 +91,7 @@ def save(
     doing = f"saving to {location or 'a storage writer'}"
     processes = Processes(process_group, no_dist)
     with processes.agreed(doing):
-        state = _states(state_dict)
+        state = _states(state_dict, "saved")
     with readable_errors(processes, doing, "saved"), _abandoned_on_error(writer):
         return _shortened(writer, _dcp.save(state, writer, SPMDSavePlanner(), process_group, processes.alone))
 
@@ -171,7 +171,7 @@ def save_staged(
 
     with stager.preparing():
         location = _location(writer)
-    return stager.run(lambda: _states(state_dict), write, location, raises_earlier=raises_earlier)
+    return stager.run(lambda: _states(state_dict, "saved"), write, location, raises_earlier=raises_earlier)
 
 
 @without_collector
@@ -237,7 +237,7 @@ def load(
     _require_state_dict(state_dict)
     keys = sorted(state_dict)  # all ranks call ``state_dict`` of their values in the same order
     with processes.agreed(doing):
-        state = _states({key: state_dict[key] for key in keys})
+        state = _states({key: state_dict[key] for key in keys}, "loaded")
 
     def new_planner() -> SPMDLoadPlanner:
         return SPMDLoadPlanner(
@@ -314,10 +314,31 @@ def _shortened(writer: dcp.StorageWriter, metadata: Metadata) -> Metadata:
     return writer.shorten(metadata) if isinstance(writer, ShardWriter) else metadata
 
 
-def _states(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return the state dict with the state of each ``Stateful`` in its place."""
+def _states(state_dict: dict[str, Any], done: str) -> dict[str, Any]:
+    """Return the state dict with the state of each ``Stateful`` in its place.
+
+    Args:
+        state_dict: the state.
+        done: "saved" or "loaded", for errors.
+
+    Raises:
+        TypeError: the state is not a dict.
+        CheckpointError: the ``state_dict`` method of a value raised an error. The key is named.
+    """
     _require_state_dict(state_dict)
-    return {key: _dcp.state_of(value) for key, value in state_dict.items()}
+    return {key: _state_of(key, value, done) for key, value in state_dict.items()}
+
+
+def _state_of(key: str, value: Any, done: str) -> Any:
+    try:
+        return _dcp.state_of(value)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{key!r}: state_dict() of a {type(value).__name__} failed ({type(error).__name__}: {error}). Nothing was "
+            f"{done}. Mend the object, or leave its key out"
+        ) from error
 
 
 def _require_state_dict(state_dict: object) -> None:
@@ -427,4 +448,5 @@ def readable_errors(processes: Processes, doing: str, done: str) -> Iterator[Non
         try:
             yield
         except CheckpointException as error:
-            raise _dcp.cause(error, done, several=not processes.alone) from error
+            cause = _dcp.cause(error, done, several=not processes.alone)
+            raise cause from cause.__cause__ or error

@@ -140,7 +140,7 @@ class Save:
                 f"{blame.remedy}"
             )
         if explained is not error:
-            explained.__cause__ = error
+            explained.__cause__ = explained.__cause__ or error
         if not self.is_cancelled and self.is_reported:
             logger.warning("the async save to %s failed: %s", where, explained)
         return explained
