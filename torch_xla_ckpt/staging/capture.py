@@ -197,8 +197,8 @@ class Capture:
             raise
         except Exception as error:
             raise CheckpointError(
-                f"the state could not be copied on its devices: {len(tensors)} tensors, such as {next(iter(tensors))!r} "
-                f"({type(error).__name__}: {error}). If the devices are short of memory, pass mode='host' or "
+                f"the state could not be copied on its devices: {len(tensors)} tensors, such as {next(iter(tensors))!r}"
+                f" ({type(error).__name__}: {error}). If the devices are short of memory, pass mode='host' or "
                 "device_memory_limit= to the stager"
             ) from error
         return {key: Snapshot(t, copy, check) for (key, t), copy in zip(tensors.items(), copies)}
