@@ -1,4 +1,4 @@
-"""Groups of ranks, made from private functions of torch.distributed, on the newest torch without torch_xla."""
+"""Ranks on the newest torch, without torch_xla: their groups and async saves use private functions of torch."""
 
 import pytest
 
@@ -11,6 +11,19 @@ pytestmark = pytest.mark.slow
 def test_a_rank_may_be_in_more_groups_than_another_one(tmp_path):
     done = interpreters.run(
         [TEST / "support" / "without_xla" / "groups.py", tmp_path],
+        env={"PYTHONPATH": str(ROOT)},
+        modules=interpreters.STOCK,
+        python=newer_python(),
+        cwd=tmp_path,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("way", ["xc", "dcp"])
+def test_a_rank_that_cannot_copy_its_state_changes_no_other_save(tmp_path, way):
+    done = interpreters.run(
+        [TEST / "support" / "without_xla" / "async_ranks.py", tmp_path, way],
         env={"PYTHONPATH": str(ROOT)},
         modules=interpreters.STOCK,
         python=newer_python(),

@@ -133,6 +133,8 @@ def _calling_async_save() -> tuple[Future[Any], Location | None] | None:
     if frame.f_code.co_name != "async_save" or "upload_future" not in frame.f_locals:
         return None
     path = getattr(frame.f_locals["storage_writer"], "checkpoint_id", None)
+    if path is None:  # torch 2.15 makes the storage writer in its thread
+        path = frame.f_locals.get("checkpoint_id")
     try:
         return frame.f_locals["upload_future"], None if path is None else Location.of(path)
     except (ImportError, TypeError, ValueError):  # only the storage knows what its checkpoint_id means
