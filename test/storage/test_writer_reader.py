@@ -464,6 +464,15 @@ def test_the_manifest_holds_user_metadata_step_and_software_versions(tmp_path):
     assert {name: (tmp_path / name).stat().st_size for name in found.files} == found.files
 
 
+def test_a_writer_copies_the_user_metadata(tmp_path):
+    about = {"tokens": 100, "seen": [1]}
+    writer = xc.ShardWriter(tmp_path, user_metadata=about)
+    about["tokens"] = 200  # as a training loop may do while an async save runs
+    about["seen"].append(2)
+    xc.save({"t": torch.ones(2)}, storage_writer=writer)
+    assert manifest_of(tmp_path).user_metadata == {"tokens": 100, "seen": [1]}
+
+
 def test_step_and_user_metadata_default_to_none(tmp_path):
     xc.save({"t": torch.ones(2)}, tmp_path)
     found = manifest_of(tmp_path)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-_numbers: dict[str, Iterator[int]] = {}  # for the names of groups made here, by the group whose ranks they have
+# Numbers for the names of groups made here, by the group whose ranks they have. After ``destroy_process_group``, the
+# new default group has the name of the old one. It counts from 1 again, because another rank may be a new process.
+_numbers: MutableMapping[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
 def new_group(of: dist.ProcessGroup | None, timeout: timedelta) -> dist.ProcessGroup:
@@ -22,7 +25,7 @@ def new_group(of: dist.ProcessGroup | None, timeout: timedelta) -> dist.ProcessG
     """
     c10d = dist.distributed_c10d
     parent = c10d._get_default_group() if of is None else of
-    number = next(_numbers.setdefault(parent.group_name, itertools.count(1)))
+    number = next(_numbers.setdefault(parent, itertools.count(1)))
     name = f"torch_xla_ckpt/{parent.group_name}/{number}"
     ranks = dist.get_process_group_ranks(parent)
     group, _ = c10d._new_process_group_helper(

@@ -35,8 +35,8 @@ _VERSIONS = (1, 2)
 _SEAL = re.compile(rb'\n"xxh3_64": "([0-9a-f]{16})"}')
 
 
-def check_user_metadata(value: Any) -> None:
-    """Check that a manifest can hold the caller's ``user_metadata``, and that it can be read again.
+def copied_user_metadata(value: Any) -> Any:
+    """Return a copy of the caller's ``user_metadata``, as it will be read from the manifest.
 
     Raises:
         TypeError: the value contains something that JSON lacks.
@@ -44,7 +44,7 @@ def check_user_metadata(value: Any) -> None:
     """
     level, depth = [value], 0
     try:
-        json.dumps(value, allow_nan=False)
+        text = json.dumps(value, allow_nan=False)
         while level and depth <= _MAX_DEPTH:
             level = [part for one in level for part in _parts(one)]
             depth += bool(level)
@@ -55,6 +55,7 @@ def check_user_metadata(value: Any) -> None:
             f"user_metadata is nested more than {_MAX_DEPTH} levels deep, and could not be read again. Flatten the "
             "value"
         )
+    return json.loads(text)
 
 
 def _parts(value: Any) -> Iterable[Any]:

@@ -35,7 +35,7 @@ from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.lease import Holder
 from torch_xla_ckpt.storage.limits import check_limits, default_threads, request_bytes
 from torch_xla_ckpt.storage.location import REQUEST_TIMEOUT, Location, PathLike, path_mismatch
-from torch_xla_ckpt.storage.manifest import check_user_metadata
+from torch_xla_ckpt.storage.manifest import copied_user_metadata
 from torch_xla_ckpt.storage.memory_budget import MemoryBudget
 from torch_xla_ckpt.storage.places import (
     Places,
@@ -104,7 +104,7 @@ class ShardWriter(StorageWriter):
             a store, data files have 8 to 32 MiB, or the size of one chunk if it is larger, so that many are put at the
             same time; with one thread there is one data file.
         step: the training step, for the manifest.
-        user_metadata: any JSON value, up to 400 levels deep, for the manifest.
+        user_metadata: any JSON value, up to 400 levels deep, for the manifest. It is copied.
         time: when the state was saved, with a time zone, for the manifest. Default: the time of the commit.
         storage_options: options for fsspec's filesystem.
         request_timeout: the time limit of a request to a remote store, in seconds. Each MiB that the request moves adds
@@ -136,12 +136,11 @@ class ShardWriter(StorageWriter):
     ):
         super().__init__()
         check_limits(memory_budget, threads)
-        check_user_metadata(user_metadata)  # raises now what would otherwise fail the save
         self._sync = sync
         self._memory_budget = memory_budget
         self._threads = threads
         self._step = None if step is None else operator.index(step)
-        self._user_metadata = user_metadata
+        self._user_metadata = copied_user_metadata(user_metadata)
         self._time = time
         self._storage_options = storage_options
         self._request_timeout = request_timeout

@@ -1,8 +1,11 @@
-"""Three ranks, of which rank 1 is in one more process group than rank 0, save and load in the group of both.
+"""Ranks that save and load over groups which this package makes, on any torch.
 
-groups.py FOLDER
+    groups.py uneven|restarted FOLDER
 
-It runs on every torch. The program's exit status is 0 if all ranks found what was saved.
+"uneven": three ranks, of which rank 1 is in one more process group than rank 0.
+"restarted": two ranks, of which rank 1 is replaced by another process. Rank 0 sets torch.distributed up again.
+
+The exit status is 0 if all ranks found what was saved.
 """
 
 from __future__ import annotations
@@ -17,34 +20,48 @@ import torch.distributed as dist
 
 import torch_xla_ckpt as xc
 
-WORLD = 3
 TIMEOUT = timedelta(seconds=40)
 
 
-def main(rank: int, folder: Path) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD, timeout=TIMEOUT
-    )
+def uneven(process: int, folder: Path) -> None:
+    join(folder / "rendezvous", process, 3)
     first = dist.new_group([0, 1], timeout=TIMEOUT)
-    if rank > 0:
+    if process > 0:
         dist.new_group([1, 2], timeout=TIMEOUT, use_local_synchronization=True)
-    if rank < 2:
-        with xc.CheckpointManager(folder / "run", 1, process_group=first, timeout=TIMEOUT) as manager:
-            manager.save_async(1, {"t": torch.arange(20.0)})
-            manager.wait()
-        found = {"t": torch.zeros(20)}
-        report = xc.load(found, folder / "run" / "1", cooperative=True, process_group=first)
-        assert found["t"].equal(torch.arange(20.0)) and (rank == 0 or report.bytes_received), report
+    if process < 2:
+        save_and_load(folder / "run", process, first)
     dist.barrier()
     dist.destroy_process_group()
 
 
+def restarted(process: int, folder: Path) -> None:
+    generations = [(0, 0), (1, 0)] if process == 0 else [(process - 1, 1)]
+    for generation, rank in generations:
+        join(folder / f"rendezvous{generation}", rank, 2)
+        save_and_load(folder / f"run{generation}", rank)
+        dist.destroy_process_group()
+
+
+def join(rendezvous: Path, rank: int, world: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=TIMEOUT)
+
+
+def save_and_load(run: Path, rank: int, group: dist.ProcessGroup | None = None) -> None:
+    with xc.CheckpointManager(run, 1, process_group=group, timeout=TIMEOUT) as manager:
+        manager.save_async(1, {"t": torch.arange(20.0)})
+        manager.wait()
+    found = {"t": torch.zeros(20)}
+    report = xc.load(found, run / "1", cooperative=True, process_group=group)
+    assert found["t"].equal(torch.arange(20.0)) and (rank == 0 or report.bytes_received), report
+
+
 if __name__ == "__main__":
-    ranks = []
-    for number in range(WORLD):
+    scenario = {"uneven": uneven, "restarted": restarted}[sys.argv[1]]
+    children = []
+    for number in range(3):
         child = os.fork()
         if not child:
-            main(number, Path(sys.argv[1]))
+            scenario(number, Path(sys.argv[2]))
             sys.exit(0)
-        ranks.append(child)
-    sys.exit(any([os.waitpid(child, 0)[1] for child in ranks]))
+        children.append(child)
+    sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
