@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.cooperation import agree
 from torch_xla_ckpt.coordination import Processes
-from torch_xla_ckpt.errors import ReplacedCheckpointError
+from torch_xla_ckpt.errors import CheckpointError, ReplacedCheckpointError
 from torch_xla_ckpt.planner import Dtype, Missing, Place, Rename, Shape, SPMDLoadPlanner, SPMDSavePlanner, Unexpected
 from torch_xla_ckpt.reports import LOCK, LoadReport, Timeline
 from torch_xla_ckpt.runtime import without_collector
@@ -91,7 +91,7 @@ def save(
     doing = f"saving to {location or 'a storage writer'}"
     processes = Processes(process_group, no_dist)
     with processes.agreed(doing):
-        state = _states(state_dict)
+        state = _states(state_dict, "saved")
     with readable_errors(processes, doing, "saved"), _abandoned_on_error(writer):
         if isinstance(writer, ShardWriter) and processes.alone:
             writer.look()
@@ -124,17 +124,21 @@ def async_save(
 
     Returns:
         The futures of the save. If nobody reads the error of a failed save from them, the stager's next call raises
-        it; for the process's own stager, that is the next ``async_save`` without ``stager``.
+        it; for the process's own stager, that is the next ``async_save`` without ``stager``. An error of one rank is
+        raised there at once, and by the futures of the other ranks, which name the rank.
 
     Raises:
         ValueError: as for ``save``.
-        CheckpointError: the state cannot be copied; or an earlier save failed, and nobody has read its error.
+        CheckpointError: the state cannot be copied; or an earlier save failed, and nobody has read its error. In one
+            process, nothing was saved. With several ranks, the save of this call has begun, so that all ranks stay in
+            step; the stager's next call raises its error if it fails.
     """
-    writer = open_writer(
-        path, storage_writer, storage_options, sync=sync, step=step, user_metadata=user_metadata, progress=False
-    )
-
-    return save_staged(state_dict, writer, stager or default_stager())
+    stager = stager or default_stager()
+    with stager.preparing():
+        writer = open_writer(
+            path, storage_writer, storage_options, sync=sync, step=step, user_metadata=user_metadata, progress=False
+        )
+    return save_staged(state_dict, writer, stager)
 
 
 def save_staged(
@@ -159,16 +163,19 @@ def save_staged(
         if isinstance(writer, ShardWriter):
             writer.timeline = timeline
         with _abandoned_on_error(writer):
-            if before_writing is not None:
-                with timeline.span("wait for deletions"):
-                    before_writing()
-            if isinstance(writer, ShardWriter):
-                writer.announce(timeline.seconds().get(LOCK, 0.0))
-                if group is None:
-                    writer.look()
+            with _failing_on_all_ranks(group):
+                if before_writing is not None:
+                    with timeline.span("wait for deletions"):
+                        before_writing()
+                if isinstance(writer, ShardWriter):
+                    writer.announce(timeline.seconds().get(LOCK, 0.0))
+                    if group is None:
+                        writer.look()
             return _shortened(writer, _dcp.save(copied, writer, SPMDSavePlanner(), group, group is None))
 
-    return stager.run(lambda: _states(state_dict), write, _location(writer), raises_earlier=raises_earlier)
+    with stager.preparing():
+        location = _location(writer)
+    return stager.run(lambda: _states(state_dict, "saved"), write, location, raises_earlier=raises_earlier)
 
 
 @without_collector
@@ -234,7 +241,7 @@ def load(
     _require_state_dict(state_dict)
     keys = sorted(state_dict)  # all ranks call ``state_dict`` of their values in the same order
     with processes.agreed(doing):
-        state = _states({key: state_dict[key] for key in keys})
+        state = _states({key: state_dict[key] for key in keys}, "loaded")
 
     def new_planner() -> SPMDLoadPlanner:
         return SPMDLoadPlanner(
@@ -311,10 +318,31 @@ def _shortened(writer: dcp.StorageWriter, metadata: Metadata) -> Metadata:
     return writer.shorten(metadata) if isinstance(writer, ShardWriter) else metadata
 
 
-def _states(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return the state dict with the state of each ``Stateful`` in its place."""
+def _states(state_dict: dict[str, Any], done: str) -> dict[str, Any]:
+    """Return the state dict with the state of each ``Stateful`` in its place.
+
+    Args:
+        state_dict: the state.
+        done: "saved" or "loaded", for errors.
+
+    Raises:
+        TypeError: the state is not a dict.
+        CheckpointError: the ``state_dict`` method of a value raised an error. The key is named.
+    """
     _require_state_dict(state_dict)
-    return {key: _dcp.state_of(value) for key, value in state_dict.items()}
+    return {key: _state_of(key, value, done) for key, value in state_dict.items()}
+
+
+def _state_of(key: str, value: Any, done: str) -> Any:
+    try:
+        return _dcp.state_of(value)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{key!r}: state_dict() of a {type(value).__name__} failed ({type(error).__name__}: {error}). Nothing was "
+            f"{done}. Mend the object, or leave its key out"
+        ) from error
 
 
 def _require_state_dict(state_dict: object) -> None:
@@ -390,6 +418,24 @@ def _abandoned_on_error(writer: dcp.StorageWriter) -> Iterator[None]:
 
 
 @contextmanager
+def _failing_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Let the save that begins after the block fail on all ranks if the block raises an error on this rank.
+
+    Args:
+        group: the ranks that save together; None for one process alone.
+
+    Raises:
+        CheckpointException: the block failed, and there are several ranks.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if group is not None:
+            _dcp.fail_to_save(error, group)
+        raise
+
+
+@contextmanager
 def readable_errors(processes: Processes, doing: str, done: str) -> Iterator[None]:
     """Turn DCP's and torch.distributed's errors in the block into this package's errors.
 
@@ -406,4 +452,5 @@ def readable_errors(processes: Processes, doing: str, done: str) -> Iterator[Non
         try:
             yield
         except CheckpointException as error:
-            raise _dcp.cause(error, done, several=not processes.alone) from error
+            cause = _dcp.cause(error, done, several=not processes.alone)
+            raise cause from cause.__cause__ or error

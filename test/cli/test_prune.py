@@ -2,12 +2,14 @@
 
 import json
 import shutil
+from dataclasses import dataclass, field
 
 import pytest
 
 import torch_xla_ckpt as xc
 from support.command_line import call
-from torch_xla_ckpt.inspecting import Pruning, require_deleted
+from torch_xla_ckpt.inspecting import Pruning, prune, require_deleted
+from torch_xla_ckpt.manager import run_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -61,6 +63,53 @@ def test_prune_deletes_nothing_if_the_newest_step_is_damaged(made, tmp_path):
     assert answer.status == 2 and "30, is damaged" in answer.err and steps_of(run) == [10, 20, 30]
     shutil.rmtree(run / "30")
     assert call("prune", run, "--keep", "latest:1", "--yes").status == 0 and steps_of(run) == [20]
+
+
+@dataclass(frozen=True)
+class Counting(xc.keep.Latest):
+    """A policy that records each time it is asked."""
+
+    asked: list = field(default_factory=list)
+
+    def wanted(self, saved, now):
+        self.asked.append([one.step for one in saved])
+        return super().wanted(saved, now)
+
+
+def test_prune_deletes_exactly_what_its_only_plan_says(made, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    shutil.copytree(made / "run", run)
+    whole = run_folder.verify
+    policy = Counting(1)
+
+    def changed_meanwhile(location):
+        """A training program saves another step and deletes one, while the newest step is read."""
+        shutil.copytree(run / "30", run / "40")
+        shutil.rmtree(run / "10")
+        return whole(location)
+
+    monkeypatch.setattr(run_folder, "verify", changed_meanwhile)
+    found = prune(run, policy, delete=True)
+    assert policy.asked == [[10, 20, 30]]
+    assert [one.step for one in found.verdicts if not one.kept] == [10, 20]
+    assert steps_of(run) == [30, 40] and set(found.deleted) == {10, 20}
+
+
+def test_prune_deletes_nothing_if_the_newest_step_goes_while_it_is_read(made, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    shutil.copytree(made / "run", run)
+    whole = run_folder.verify
+
+    def gone_afterwards(location):
+        report = whole(location)
+        shutil.rmtree(run / "30")
+        return report
+
+    monkeypatch.setattr(run_folder, "verify", gone_afterwards)
+    found = prune(run, xc.keep.Latest(1), delete=True)
+    assert steps_of(run) == [10, 20] and found.deleted == ()
+    with pytest.raises(xc.CheckpointError, match=r"10, 20 .* could not be deleted"):
+        require_deleted(found)
 
 
 def test_prune_needs_a_policy_and_a_run(made):

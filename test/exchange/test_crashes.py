@@ -66,6 +66,32 @@ def test_export_killed_at_any_operation_leaves_no_half_model_and_the_next_one_wo
     assert completed == list(range(total - len(completed) + 1, total + 1)) and len(completed) < total / 2
 
 
+@pytest.mark.slow
+def test_export_through_a_link_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path, checkpoint):
+    old = b"old"
+
+    def linked(name):
+        folder = tmp_path / name
+        (folder / "disk").mkdir(parents=True)
+        (folder / "disk" / "real").write_bytes(old)
+        (folder / "model.safetensors").symlink_to("disk/real")
+        return folder
+
+    total = int(killed(tmp_path, checkpoint, linked("whole") / "model.safetensors", 0).split()[-1])
+    replaced = []
+    for nth in range(1, total + 1):
+        folder = linked(str(nth))
+        killed(tmp_path, checkpoint, folder / "model.safetensors", nth)
+        if (folder / "disk" / "real").read_bytes() == old:
+            xc.export(checkpoint, folder / "model.safetensors")
+            assert os.listdir(folder / "disk") == ["real"]  # the part folder of the killed export is gone
+        else:
+            replaced.append(nth)
+        assert os.readlink(folder / "model.safetensors") == "disk/real"
+        assert_same(exported.load_file(folder / "disk" / "real"))
+    assert replaced == list(range(total - len(replaced) + 1, total + 1)) and 0 < len(replaced) < total / 2
+
+
 def test_killed_move_into_an_existing_folder_is_undone_by_the_next_export(tmp_path, checkpoint, monkeypatch):
     """Files that a killed export had moved are known by their part folder. Files of others stay."""
     folder = new_folder(tmp_path, "killed", True)

@@ -64,8 +64,54 @@ def test_single_file_is_not_exported_over_itself(tmp_path, monkeypatch):
     assert written(tmp_path / "a.safetensors")["w"].dtype == torch.float32
     xc.export("a.safetensors", "b.safetensors")
     os.symlink("a.safetensors", "latest.safetensors")
-    xc.export("a.safetensors", "latest.safetensors")  # replaces the link, and its target stays
-    assert not (tmp_path / "latest.safetensors").is_symlink() and (tmp_path / "a.safetensors").is_file()
+    before = (tmp_path / "a.safetensors").read_bytes()
+    for dry_run in (True, False):
+        with pytest.raises(xc.CheckpointError, match="would replace its own source"):
+            xc.export("a.safetensors", "latest.safetensors", dtype=torch.bfloat16, dry_run=dry_run)
+    assert (tmp_path / "latest.safetensors").is_symlink() and (tmp_path / "a.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("name, format", [("model.safetensors", "safetensors"), ("model.pt", "torch")])
+@pytest.mark.parametrize("is_there", [True, False], ids=["to a file", "to a file that is not there yet"])
+def test_link_to_a_file_stays_and_its_file_is_replaced(tmp_path, name, format, is_there):
+    disk, links = tmp_path / "disk", tmp_path / "links"
+    disk.mkdir(), links.mkdir()
+    if is_there:
+        (disk / "real").write_bytes(b"old")
+        os.link(disk / "real", disk / "kept")  # another name of the old bytes, which a rename leaves alone
+    (disk / "inner").symlink_to("real")
+    (links / name).symlink_to("../disk/inner")
+    xc.save(STATE, tmp_path / "c")
+    for value, source in ((1.0, tmp_path / "c"), (2.0, {"model": {"w": torch.full((3,), 2.0)}})):
+        report = xc.export(source, links / name, format=format)
+        assert os.readlink(links / name) == "../disk/inner" and os.readlink(disk / "inner") == "real"
+        assert not (disk / "real").is_symlink() and report.path == str(links / name)
+        loaded = {"w": torch.zeros(3)}
+        xc.load(loaded, links / name)
+        assert loaded["w"].eq(value).all()
+    assert os.listdir(links) == [name]
+    assert sorted(os.listdir(disk)) == sorted(["inner", "real", *(["kept"] if is_there else [])])
+    assert not is_there or (disk / "kept").read_bytes() == b"old"
+
+
+def test_links_that_lead_nowhere_or_into_a_checkpoint_are_errors_before_anything_is_written(run, tmp_path):
+    before = content(run)
+    (tmp_path / "folder").mkdir()
+    for name, to, match in (
+        ("gone.pt", "no/folder/file.pt", "whose folder does not exist"),
+        ("loop.pt", "loop.pt", "leads to itself"),
+        ("source.pt", run / "100" / ".metadata", "lies inside of the source"),
+        ("other.pt", run / "200" / "new.pt", "a file inside of the checkpoint"),
+        ("model.safetensors", run / "model.safetensors", "is the folder of a run"),
+        ("folder.pt", tmp_path / "folder", "is a folder, and the export writes one file"),
+    ):
+        (tmp_path / name).symlink_to(to)
+        for dry_run in (True, False):
+            with pytest.raises(xc.CheckpointError, match=match):
+                form = "safetensors" if name.endswith("safetensors") else "torch"
+                xc.export(run / "100", tmp_path / name, format=form, dry_run=dry_run)
+        assert (tmp_path / name).is_symlink()
+    assert content(run) == before and os.listdir(tmp_path / "folder") == []
 
 
 def test_source_in_a_store_is_not_replaced():

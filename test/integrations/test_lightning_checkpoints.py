@@ -115,7 +115,10 @@ def test_10_a_checkpoint_of_lightnings_own_sharded_strategy(tmp_path):
     assert same(on_host(fresh), expected["state_dict"])
     moments = one.optimizers[0].state[fresh.first.weight]
     assert torch.equal(assembled(moments["exp_avg"]), expected["optimizer_0"]["state"]["first.weight"]["exp_avg"])
+    (tmp_path / "disk.ckpt").write_bytes(b"old")
+    (tmp_path / "full.ckpt").symlink_to("disk.ckpt")
     consolidate(path, tmp_path / "full.ckpt")
+    assert (tmp_path / "full.ckpt").is_symlink() and (tmp_path / "disk.ckpt").stat().st_size > 100
     plain, other = module(seed=1), trainer(tmp_path, cpu=True)
     other.fit(plain, loader(), ckpt_path=tmp_path / "full.ckpt")
     assert same(on_host(plain), expected["state_dict"])

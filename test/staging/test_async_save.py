@@ -5,6 +5,7 @@ import datetime
 import json
 import logging
 import random
+import re
 import threading
 import warnings
 from concurrent.futures import TimeoutError
@@ -24,6 +25,7 @@ from support.async_saves import DTYPES, agree, layouts, loaded, start
 from support.meshes import mesh, put, random_bits, same_bits, settle, spec_of
 from support.training import Training, compiled, on_host
 from torch_xla_ckpt.device import Snapshot, access_of, xla
+from torch_xla_ckpt.device.host import HostAccess
 from torch_xla_ckpt.staging import Upload
 from torch_xla_ckpt.staging.capture import Capture
 from torch_xla_ckpt.staging.dcp_async import StagedState
@@ -473,6 +475,102 @@ def test_a_value_that_cannot_be_copied_is_an_error_of_the_call(tmp_path, way):
                     way, {"fine": put(torch.ones(8), mesh((8,)), ("a",)), "bad": {key: value}}, tmp_path / "c", stager
                 )
         start(way, {"n": 1}, tmp_path / "c", stager).upload_completion.result(60)
+
+
+class Odd(dict):
+    """A mapping that another thread changes while it is listed."""
+
+    def items(self):
+        yield "a", 1
+        raise RuntimeError("dictionary changed size during iteration")
+
+
+class Raising:
+    """An object whose own methods fail when it is pickled."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __reduce__(self):
+        raise self.error
+
+
+class Loader:
+    def state_dict(self):
+        raise OSError("the loader's file is gone")
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
+class Unfetched(HostAccess):
+    def fetch(self, tensor, layout, part=0):
+        raise RuntimeError("async operation is in flight")
+
+
+class Unknown(HostAccess):
+    def layout(self, tensor):
+        raise RuntimeError("no sharding")
+
+
+@pytest.mark.parametrize("way", [*WAYS, "save"])
+def test_an_error_while_copying_names_the_key_the_cause_and_the_remedy(tmp_path, way):
+    xc.save({"n": 0}, tmp_path / "c")
+    freed = torch.ones(100)
+    freed.untyped_storage().resize_(0)
+    cases = [
+        *(
+            (Raising(error), type(error), "Put plain data")
+            for error in (ValueError("v"), RuntimeError("r"), OSError("o"))
+        ),
+        (Raising(MemoryError()), MemoryError, "Put plain data"),
+        (freed, None, "memory was freed .*400 bytes, and its storage has 0"),
+        (torch.ones(1).expand(10**14), (RuntimeError, MemoryError), "400,000,000,000,000|tensor.cpu()"),
+        (Odd(a=1), RuntimeError, "pass a copy"),
+    ]
+    if way != "dcp":  # DCP calls state_dict before the stager
+        cases.append((Loader(), OSError, "Nothing was saved"))
+    for bad, cause, remedy in cases:
+        state = {"fine": torch.ones(2), "bad": bad}
+        with (
+            pytest.raises(xc.CheckpointError, match=rf"'bad'(.|\n)*({remedy})") as raised,
+            xc.SPMDStager("host") as stager,
+        ):
+            if way == "save":
+                xc.save(state, tmp_path / "c")
+            else:
+                start(way, state, tmp_path / "c", stager).upload_completion.result(60)
+        causes = [raised.value]
+        while causes[-1].__cause__ is not None:
+            causes.append(causes[-1].__cause__)
+        assert cause is None or isinstance(causes[-1], cause), (bad, causes)
+        assert values_of(tmp_path / "c", "n") == {"n": 0}
+
+
+@pytest.mark.parametrize("access, text", [(Unfetched, "in flight"), (Unknown, "no sharding")])
+def test_a_tensor_that_cannot_be_read_is_named_with_its_key(tmp_path, access, text):
+    state = {"layer": {"w": torch.ones(2)}}
+    named = rf"'layer\.w': a tensor of torch.float32 and shape \(2,\) on cpu .*RuntimeError: .*{text}.*tensor.cpu\(\)"
+    for way in WAYS:
+        with xc.SPMDStager("host", access=lambda _: access()) as stager:
+            with pytest.raises(xc.CheckpointError, match=named) as raised:
+                start(way, state, tmp_path / "c", stager).upload_completion.result(60)
+            assert isinstance(raised.value.__cause__, RuntimeError)
+    with pytest.raises(dcp.api.CheckpointException) as failed:
+        dcp.save(state, checkpoint_id=tmp_path / "c", planner=xc.SPMDSavePlanner(access=lambda _: access()))
+    assert re.search(named, str(failed.value))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_devices_that_cannot_hold_the_copy_are_an_error_with_the_options_to_change(tmp_path, monkeypatch, way):
+    def full(*_):
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(xla, "copy_on_devices", full)
+    with xc.SPMDStager("device") as stager:
+        with pytest.raises(xc.CheckpointError, match=r"on its devices.*'t'.*RESOURCE_EXHAUSTED.*mode='host'") as raised:
+            start(way, {"t": put(torch.ones(8), mesh((8,)), ("a",))}, tmp_path / "c", stager)
+        assert isinstance(raised.value.__cause__, RuntimeError)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -351,3 +351,19 @@ def test_a_save_to_s3_that_never_answers_fails(s3):
     writer = xc.ShardWriter(url, storage_options=options, request_timeout=0.5)
     with s3.server.failing(Hold(), asks("PutObject", "*.distcp")), pytest.raises(xc.CheckpointError, match="no answer"):
         xc.save(state(1), storage_writer=writer)
+
+
+@pytest.mark.parametrize("to", ["gone", "loop", "file"])
+def test_save_to_a_link_that_leads_to_no_folder_names_the_link_and_changes_nothing(tmp_path, to):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "loop").symlink_to(to)
+    with pytest.raises(xc.CheckpointError, match=rf"loop is a link to {to}, which is no folder.*remove the link"):
+        xc.save({"n": 1}, tmp_path / "loop")
+    with xc.SPMDStager("host") as stager, pytest.raises(xc.CheckpointError, match=rf"loop is a link to {to}"):
+        xc.async_save({"n": 1}, tmp_path / "loop", stager=stager).result(60)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "loop"]
+    assert (tmp_path / "file").read_text() == "mine"
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "linked").symlink_to("disk")
+    xc.save({"n": 1}, tmp_path / "linked")
+    assert (tmp_path / "linked").is_symlink() and (tmp_path / "disk" / ".metadata").exists()

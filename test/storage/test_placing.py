@@ -12,7 +12,7 @@ import torch_xla_ckpt as xc
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.protocols import Version
 from torch_xla_ckpt.serialization import MetadataWriter
-from torch_xla_ckpt.storage import commit
+from torch_xla_ckpt.storage.commit_checks import Candidate
 from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.location import Location
 from torch_xla_ckpt.storage.manifest_tensors import KeptText
@@ -273,7 +273,7 @@ def test_a_file_without_a_seal_is_known_by_all_its_bytes(tmp_path):
 def test_a_commit_by_anybody_else_is_noticed(tmp_path, other, monkeypatch):
     """After the beginning of a save, .metadata is replaced by a file of another program, or removed."""
     xc.save({"t": torch.zeros(5)}, tmp_path, sync=False)
-    real = commit._require_files
+    real = Candidate.require_files
 
     def meanwhile(*arguments):
         real(*arguments)
@@ -282,6 +282,6 @@ def test_a_commit_by_anybody_else_is_noticed(tmp_path, other, monkeypatch):
         else:
             (tmp_path / ".metadata").write_bytes(other)
 
-    monkeypatch.setattr(commit, "_require_files", meanwhile)
+    monkeypatch.setattr(Candidate, "require_files", meanwhile)
     with pytest.raises(xc.ConcurrentSaveError):
         xc.save({"t": torch.ones(5)}, tmp_path, sync=False)

@@ -7,17 +7,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch_xla_ckpt.errors import CheckpointError, MismatchError, OtherRankError, ReplacedCheckpointError
 
 
-def cause(error: CheckpointException, done: str, several: bool) -> BaseException:
+def cause(error: CheckpointException, done: str, several: bool, *, interrupts: bool = True) -> BaseException:
     """Return the failure that explains the error best, with its rank in the message.
 
     Args:
         error: DCP's exception.
         done: "saved" or "loaded", for the message.
         several: whether other ranks took part.
+        interrupts: whether to return a KeyboardInterrupt or SystemExit unchanged. Default: True. Pass False for the
+            future of an async save, whose reader was not interrupted.
     """
     causes = {rank: cause for rank, (cause, _) in sorted(error.failures.items())}
     for failure in causes.values():
-        if not isinstance(failure, Exception):  # KeyboardInterrupt, SystemExit
+        if interrupts and not isinstance(failure, Exception):  # KeyboardInterrupt, SystemExit
             return failure
     # A rank that only waited for another one explains nothing, unless all ranks did.
     reasons = {rank: failure for rank, failure in causes.items() if not isinstance(failure, OtherRankError)}

@@ -103,10 +103,18 @@ def print_any_character() -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Within the block, print warnings of this package as single lines, and no others."""
+    """Within the block, print each warning of this package once, as a single line, and no others."""
     logger = logging.getLogger("torch_xla_ckpt")
     handler = logging.StreamHandler()
     handler.setFormatter(_OneLine())
+    printed: set[str] = set()  # a command may open a file several times
+
+    def is_new(record: logging.LogRecord) -> bool:
+        text, before = record.getMessage(), len(printed)
+        printed.add(text)
+        return len(printed) > before
+
+    handler.addFilter(is_new)
     propagates = logger.propagate
     logger.addHandler(handler)
     logger.propagate = False

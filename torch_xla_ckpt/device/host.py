@@ -117,7 +117,21 @@ def _refusal(tensor: torch.Tensor) -> str | None:
         return _refusal_of_dtensor(tensor)
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return "a tensor inside a transform (torch.func, torch.vmap) has no data of its own. Save outside of it"
-    return None if type(tensor) in _PLAIN else _refusal_of_subclass(tensor)
+    return _refusal_of_memory(tensor) if type(tensor) in _PLAIN else _refusal_of_subclass(tensor)
+
+
+def _refusal_of_memory(tensor: torch.Tensor) -> str | None:
+    """Refuse a tensor that is larger than its memory, because reading it would end the process."""
+    if not tensor.numel() or torch._is_functional_tensor(tensor):
+        return None
+    last = tensor.storage_offset() + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
+    held, needed = tensor.untyped_storage().nbytes(), (last + 1) * tensor.itemsize
+    if held >= needed:
+        return None
+    return (
+        f"a tensor whose memory was freed cannot be saved or loaded: it needs {needed:,} bytes, and its storage has "
+        f"{held:,}. FSDP frees parameters between steps: take the state from its state_dict(), and not from parameters"
+    )
 
 
 def _refusal_of_dtensor(tensor: DTensor) -> str | None:

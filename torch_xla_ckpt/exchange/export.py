@@ -48,7 +48,7 @@ def export(
         source: the path of a checkpoint in any format that ``load`` reads, or a state dict with live tensors. All ranks
             pass the same path, or their own state dict.
         path: the folder to make: a local path or an fsspec URL. With ``format="torch"``, or if it ends with
-            ".safetensors", it is the file to make.
+            ".safetensors", it is the file to make. A link to a file stays, and the file that it leads to is replaced.
         key: the key of the model in the source. Default: found if the source has one model; a warning names the tensors
             beside it that belong to no optimizer. "": the whole source.
         format: "safetensors" (default), or "torch" for one file that ``torch.load(..., weights_only=True)`` opens.

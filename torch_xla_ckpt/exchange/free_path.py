@@ -20,7 +20,7 @@ def require_apart(source: Location, target: Location) -> None:
 
     Args:
         source: the checkpoint to export: a folder or a file.
-        target: the folder or file to make.
+        target: the folder or file to make. A file is no link any more; see ``followed``.
 
     Raises:
         CheckpointError: the target is the source, or lies inside of the source's folder.
@@ -61,7 +61,8 @@ def _require_free_file(target: Location) -> None:
         raise CheckpointError(f"{target} would be a file inside of the checkpoint {parent.url}. {_REMEDY}")
     if is_weights(target.name):
         _require_no_run(target.parent)
-    if not parent.is_file(target.name) and open_folder(target).names():
+    is_folder = os.path.isdir(target.path) if target.is_local else bool(open_folder(target).names())
+    if not parent.is_file(target.name) and is_folder:
         raise CheckpointError(f"{target} is a folder, and the export writes one file. Nothing was written")
 
 
@@ -95,16 +96,12 @@ def _require_no_run(folder: Location) -> None:
 
 
 def _is_inside(target: Path, source: Path) -> tuple[bool, bool]:
-    """Return whether a local target lies inside of the source's folder, and whether it is the source itself.
-
-    A target that is a link to a source's file is another name, which an export may replace.
-    """
+    """Return whether a local target lies inside of the source's folder, and whether it is the source itself."""
     try:
         wanted = os.stat(source)
     except OSError:
         return False, False
-    is_same = _is(target, wanted, follow=target.is_dir())
-    return any(_is(folder, wanted, follow=True) for folder in _parents(target)), is_same
+    return any(_is(folder, wanted) for folder in _parents(target)), _is(target, wanted)
 
 
 def _parents(path: Path) -> list[Path]:
@@ -113,8 +110,8 @@ def _parents(path: Path) -> list[Path]:
     return [real, *real.parents] if not path.is_dir() else list(real.parents)
 
 
-def _is(path: Path, wanted: os.stat_result, *, follow: bool) -> bool:
+def _is(path: Path, wanted: os.stat_result) -> bool:
     try:
-        return os.path.samestat(os.stat(path, follow_symlinks=follow), wanted)
+        return os.path.samestat(os.stat(path), wanted)
     except OSError:
         return False

@@ -22,7 +22,7 @@ from torch_xla_ckpt.exchange.streamed_files import StreamedFiles
 from torch_xla_ckpt.exchange.ties import Ties, patterns_of
 from torch_xla_ckpt.formats import METADATA
 from torch_xla_ckpt.reports import ExportReport
-from torch_xla_ckpt.storage import Location
+from torch_xla_ckpt.storage import Location, followed
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,12 @@ class Job:
             objects = (*objects, METADATA)
         written = [tensor for tensor in tensors if tensor.name not in ties]
         require_dtypes(written, options.format)
+        target = followed(options.location) if options.is_file else options.location
         if self._source is not None:
-            require_apart(self._source, options.location)
+            require_apart(self._source, target)
         file = options.location.name if options.is_file else None
         layout = layout_of(written, options.format, options.max_shard_bytes, file, ties, texts)
-        self._target = target_of(options.location, layout, self._companions, is_file=options.is_file)
+        self._target = target_of(target, layout, self._companions, is_file=options.is_file)
         if options.dry_run:
             self._target.require_free()
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, Any, cast
 
@@ -13,9 +15,22 @@ from torch_xla_ckpt.errors import CheckpointError, CorruptCheckpointError, Unsaf
 from torch_xla_ckpt.formats.contents import Contents, TensorPlace, is_text, malformed, version_of
 from torch_xla_ckpt.formats.sparse_file import SparseFile
 from torch_xla_ckpt.protocols import Folder, Window
-from torch_xla_ckpt.serialization import MAX_DEPTH, ArchiveError, Refused, encode, parsed_ranges, restricted
-from torch_xla_ckpt.state import Leaf, Path, flatten
+from torch_xla_ckpt.serialization import (
+    MAX_DEPTH,
+    ArchiveError,
+    OtherByteOrder,
+    Refused,
+    StandIn,
+    Unknown,
+    encode,
+    parsed_ranges,
+    restricted,
+)
+from torch_xla_ckpt.state import Leaf, Path, flatten, key_of
 
+logger = logging.getLogger(__name__)
+
+_NAMED = 10  # objects that a warning names
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _DATA = b"/data/0"  # in an archive that has tensors
 _TAIL = 1 << 20  # bytes at the end of a remote archive that are read first; they hold the directory of most archives
@@ -30,10 +45,12 @@ def read_torch_file(folder: Folder, name: str) -> Contents:
     Local files are memory-mapped, and tensors are not read. Of remote files, only the directory and the pickle are
     read, unless the file holds tensors in other forms than a state dict has.
 
+    Objects of unknown types stay out, and a warning names them. No code of theirs runs.
+
     Raises:
         CorruptCheckpointError: the file is no archive as ``torch.save`` writes it.
-        UnsafeObjectError: the file names something that could run code.
-        CheckpointError: the file holds no dict.
+        UnsafeObjectError: the file names something that could run code, and it has no tensors beside.
+        CheckpointError: the file holds no dict, or comes from a computer with another byte order.
     """
     size = folder.size(name)
     view, read = _skeleton(folder, name, size)
@@ -43,7 +60,9 @@ def read_torch_file(folder: Folder, name: str) -> Contents:
         read = size
         found = _contents(folder, name, view, size, is_whole=True)
     assert found is not None
-    tensors, objects, paths = found
+    tensors, objects, paths, unknown = found
+    if unknown:
+        _warn_of(unknown, name, folder)
     shapes = [f"{key} {place.offset} {place.dtype} {place.shape}".encode() for key, place in tensors.items()]
     version = version_of([name.encode(), str(size).encode(), *shapes, *objects.values()])
     return Contents("torch.save", {name: size}, tensors, version, objects, paths, read)
@@ -68,8 +87,11 @@ def _skeleton(folder: Folder, name: str, size: int) -> tuple[memoryview, int]:
 
 def _contents(
     folder: Folder, name: str, view: memoryview, size: int, *, is_whole: bool
-) -> tuple[dict[str, TensorPlace], dict[str, bytes], Mapping[str, Path]] | None:
-    """Return tensors, objects and paths. None if that takes bytes of tensors, and the view does not have them."""
+) -> tuple[dict[str, TensorPlace], dict[str, bytes], Mapping[str, Path], dict[str, str]] | None:
+    """Return tensors, objects, paths, and the type of each object that stays out.
+
+    None if that takes bytes of tensors, and the view does not have them.
+    """
     view = restricted.writable(view)
     try:
         value = _loaded(folder, name, view, size)
@@ -82,6 +104,7 @@ def _contents(
             f"{name} in {folder.url} holds a {type(value).__name__}, and a checkpoint is a dict. Save a dict with "
             "torch.save, such as model.state_dict()"
         )
+    unknown = _removed(value)
     leaves = flatten(value, with_empty=True, deepest=MAX_DEPTH)
     base = np.frombuffer(view, np.uint8).ctypes.data if size else 0
     tensors: dict[str, TensorPlace] = {}
@@ -105,32 +128,104 @@ def _contents(
             tensors[key] = _copied(leaf.value, name)
             room -= len(tensors[key].data or b"")
             continue
-        objects[key] = encode(key, leaf.value, lambda tensor: tensor).getvalue()
+        try:
+            objects[key] = encode(key, leaf.value, lambda tensor: tensor).getvalue()
+        except CheckpointError as error:
+            if not isinstance(error.__cause__, Unknown):
+                raise
+            unknown[key] = error.__cause__.name
+            if not isinstance(leaf.container, list):
+                continue
+            objects[key] = encode(key, None, lambda tensor: tensor).getvalue()  # lists must have no gaps
         if _DATA in objects[key]:  # tensors in an object
             if not is_whole:
                 return None
             room -= len(objects[key])
             _require_room(key, 0, room, name, size)
-    is_flat = all(len(leaf.path) == 1 for leaf in leaves.values())
-    return tensors, objects, {} if is_flat else {key: leaf.path for key, leaf in leaves.items()}
+    if unknown and not tensors:
+        raise _refusal(folder, name, tuple(sorted(set(unknown.values()))))
+    paths = {key: leaf.path for key, leaf in leaves.items() if key in tensors or key in objects}
+    is_flat = all(len(path) == 1 for path in paths.values())
+    return tensors, objects, {} if is_flat else paths, unknown
+
+
+def _removed(value: Any) -> dict[str, str]:
+    """Remove keys and values of unknown types from nested mappings.
+
+    Returns:
+        The type of each of them, by key. The name of the type is the key's last part if the key is of an unknown type.
+    """
+    unknown: dict[str, str] = {}
+    waiting: list[tuple[tuple[Any, ...], Any]] = [((), value)]
+    seen = set()
+    while waiting:
+        path, one = waiting.pop()
+        if id(one) in seen or len(path) > MAX_DEPTH:  # ``flatten`` refuses deeper containers
+            continue
+        seen.add(id(one))
+        if isinstance(one, dict):
+            for key, below in list(one.items()):
+                if type(key) is StandIn:
+                    unknown[key_of((*path, f"<{key.name}>"))] = key.name
+                elif type(below) is StandIn:
+                    unknown[key_of((*path, key))] = below.name
+                else:
+                    continue
+                del one[key]
+        inner = one.items() if isinstance(one, dict) else enumerate(one)
+        waiting += [((*path, key), below) for key, below in inner if isinstance(below, dict | list)]
+    return unknown
+
+
+def _warn_of(unknown: Mapping[str, str], name: str, folder: Folder) -> None:
+    """Warn of objects that stay out.
+
+    Args:
+        unknown: the type of each object, by key.
+        name: the file's name.
+        folder: the file's folder.
+    """
+    named = [f"{key!a} ({kind})" if key.isprintable() else f"{key!a}" for key, kind in unknown.items()]
+    logger.warning(
+        "%s in %s: these objects stay out, because their types are unknown here and could run code: %s%s. Everything "
+        "else is read. To read them, tell torch that their types are harmless: torch.serialization.add_safe_globals; "
+        "or load the file with torch.load(..., weights_only=False), if you trust it",
+        name,
+        folder.url,
+        ", ".join(named[:_NAMED]),
+        f" and {len(named) - _NAMED} more" if len(named) > _NAMED else "",
+    )
+
+
+def _refusal(folder: Folder, name: str, names: tuple[str, ...], what: str = "") -> UnsafeObjectError:
+    return UnsafeObjectError(
+        f"refused to load {name} in {folder.url}: it names something that could run code ({what or ', '.join(names)}). "
+        "Nothing was loaded. If you trust the file, load it with torch.load(..., weights_only=False) and save "
+        "model.state_dict() again",
+        types=names,
+    )
 
 
 def _loaded(folder: Folder, name: str, view: memoryview, size: int) -> Any:
     """Return the value in the file. Its tensors share the memory of the view."""
     try:
-        return restricted.load_mapped(view)
+        value = restricted.load_mapped(view)
     except Refused as error:
-        what = ", ".join(error.names) or str(error)
-        raise UnsafeObjectError(
-            f"refused to load {name} in {folder.url}: it names something that could run code ({what}). Nothing was "
-            "loaded. If you trust the file, load it with torch.load(..., weights_only=False) and save "
-            "model.state_dict() again",
-            types=error.names,
+        raise _refusal(folder, name, error.names, "" if error.names else str(error)) from error
+    except OtherByteOrder as error:
+        other = "big" if sys.byteorder == "little" else "little"
+        raise CheckpointError(
+            f"{name} in {folder.url} was saved on a {other}-endian computer, and its tensors cannot be read in place "
+            "here. Nothing was loaded. torch.load(path, weights_only=True) swaps the bytes: save what it returns with "
+            "torch.save, and read the new file"
         ) from error
     except CheckpointError:
         raise
     except Exception as error:
         raise _no_archive(name, size, error) from error
+    if type(value) is StandIn:
+        raise _refusal(folder, name, (value.name,))
+    return value
 
 
 def _no_archive(name: str, size: int, error: Exception) -> CheckpointError:

@@ -84,9 +84,8 @@ def prune(
     nbytes = {one.step: one.nbytes for one in run.steps()}
     if not delete:
         return Pruning(run.location.url, verdicts, nbytes)
-    run.prune(keep)
-    left = set(open_run(path, storage_options).committed())
-    deleted = tuple(one.step for one in verdicts if not one.kept and one.step not in left)
+    run.prune(keep, verdicts)
+    deleted = tuple(one.step for one in verdicts if not one.kept and not run.has(one.step))
     return Pruning(run.location.url, verdicts, nbytes, deleted, is_dry=False)
 
 

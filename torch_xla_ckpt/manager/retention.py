@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch_xla_ckpt.manager.facts import Facts
 from torch_xla_ckpt.manager.journal import Journal
 from torch_xla_ckpt.manager.keep import Keep
 from torch_xla_ckpt.manager.steps import Steps
-from torch_xla_ckpt.manager.verdicts import Verdicts
+from torch_xla_ckpt.manager.verdicts import Verdict, Verdicts
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +145,16 @@ class Retention:
         if newest is not None:
             self._delete_all(self._retire_superfluous(newest))
 
+    def delete(self, verdicts: Sequence[Verdict], newest: int) -> None:
+        """Delete the steps that verdicts do not keep.
+
+        Args:
+            verdicts: the verdicts on all steps of the run.
+            newest: the newest step that is whole. If it cannot be read back now, nothing is deleted.
+        """
+        if self._can_be_read_back(newest):
+            self._delete_all(self._retire_all([one for one in verdicts if not one.kept]))
+
     def _remove_leftovers(self, numbers: Sequence[int]) -> None:
         for step, folder in self._steps.looks(numbers).items():
             if folder.kind == "unfinished" and step not in self._saving() and self._deletion.remove_leftovers(step):
@@ -158,17 +169,25 @@ class Retention:
         """
         if self._verdicts.keep_all or not self._verdicts.likely(newest):
             return []
+        return self._retire_all(self._verdicts.proven(newest)) if self._can_be_read_back(newest) else []
+
+    def _can_be_read_back(self, newest: int) -> bool:
+        """Return whether a step is whole, as far as its manifest and files show now. If not, log why."""
         try:
             flaw: str | None = self._steps.flaw(newest, thorough=True)
         except FileNotFoundError:
             flaw = "its commit is not there"
         if flaw is not None:
             logger.error("no step is deleted, because step %s cannot be read back: %s", newest, flaw)
-            return []
+        return flaw is None
+
+    def _retire_all(self, verdicts: Sequence[Verdict]) -> list[_Deletion]:
+        """Delete the commits of these steps. Steps that another program has deleted meanwhile are left out."""
         deletions = []
-        for verdict in self._verdicts.proven(newest):
-            stock = self._steps.look(verdict.step).save_id is None
-            deletions.append(_Deletion(verdict.step, verdict.reason, self._steps.facts(verdict.step), stock))
+        for verdict in verdicts:
+            with suppress(FileNotFoundError):
+                stock = self._steps.look(verdict.step).save_id is None
+                deletions.append(_Deletion(verdict.step, verdict.reason, self._steps.facts(verdict.step), stock))
         tried = []
         for one in deletions:
             tried.append(self._retire(one))

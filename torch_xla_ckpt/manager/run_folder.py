@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -98,30 +98,35 @@ class RunFolder:
         """Return for every step whether a retention policy would delete it now, and why."""
         return Verdicts(self._steps, policy(keep), set).plan()
 
-    def prune(self, keep: KeepLike, publish: Callable[[frozenset[int]], object] = bool) -> None:
+    def has(self, step: int) -> bool:
+        """Return whether a step holds a checkpoint now, whether it looks damaged or not. Asks the storage."""
+        return self._steps.look(step, fresh=True).kind in ("committed", "damaged")
+
+    def prune(self, keep: KeepLike, verdicts: Sequence[Verdict]) -> None:
         """Delete the steps that a retention policy does not want, as a manager would, and note it in the journal.
 
         Reads all of the newest step first. A manager does not, because its own program has just written that step.
 
         Args:
             keep: the policy.
-            publish: see ``Retention``.
+            verdicts: what ``verdicts(keep)`` has just returned.
 
         Raises:
             CorruptCheckpointError: the newest step is damaged. No step is deleted.
         """
         newest = self._steps.latest()
-        if newest is not None and not all(one.kept for one in self.verdicts(keep)):
-            report = verify(self._steps.at(newest))
-            if not report:
-                raise CorruptCheckpointError(
-                    f"no step of {self.location} was deleted, because the newest step, {newest}, is damaged:\n"
-                    f"{report}\nMove that step to another folder, and prune again",
-                    report.damages,
-                )
-        retention = Retention(self._steps, policy(keep), self._journal, set, publish)
+        if newest is None or all(one.kept for one in verdicts):
+            return
+        report = verify(self._steps.at(newest))
+        if not report:
+            raise CorruptCheckpointError(
+                f"no step of {self.location} was deleted, because the newest step, {newest}, is damaged:\n"
+                f"{report}\nMove that step to another folder, and prune again",
+                report.damages,
+            )
+        retention = Retention(self._steps, policy(keep), self._journal, set)
         try:
-            retention.delete_superfluous()
+            retention.delete(verdicts, newest)
         finally:
             retention.close()
             self._journal.close()

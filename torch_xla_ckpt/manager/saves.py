@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -116,10 +116,8 @@ class Saver:
         with ExitStack() as if_refused:
             if_refused.callback(self._ended, request.step, number, is_saved=False)
             if_refused.callback(self._schedule.failed, number)
-            try:
+            with self._stager.preparing():
                 writer, state = self._prepare(request)
-            except Exception as error:
-                self._fail_on_all_ranks(error)
             try:
                 handle = api.save_staged(
                     state, writer, self._stager, before_writing=self._wait_for_deletions, raises_earlier=False
@@ -169,18 +167,6 @@ class Saver:
         """Wait for the previous saves' deletions, on the rank that deletes."""
         if self._run.retention is not None:
             self._run.retention.before_save()
-
-    def _fail_on_all_ranks(self, error: Exception) -> NoReturn:
-        """Raise an error of an async save, and let the save fail on the other ranks too."""
-
-        def state() -> dict[str, Any]:
-            raise error
-
-        def write(*_: object) -> NoReturn:
-            raise error
-
-        self._stager.run(state, write, None, raises_earlier=False)
-        raise error
 
     def _uploaded(self, step: int, number: int, upload: Any) -> None:
         """Called when an async save has ended."""

@@ -32,6 +32,7 @@ from torch_xla_ckpt.state import (
     compact,
     digest,
     flatten,
+    gathered,
     lay_out,
     require_savable,
 )
@@ -170,7 +171,7 @@ class SPMDSavePlanner(SavePlanner, SaveSource):
         return value.open() if isinstance(value, Encoded) else encode(key, value, self._gather)
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return lay_out({"": tensor}, self._access_of)[""].gather()
+        return gathered(tensor, self._access_of)
 
     def _digests(self) -> dict[str, bytes]:
         """Return digests of all values that other ranks may hold with other data; none if there is one rank."""

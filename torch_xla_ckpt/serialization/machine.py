@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch_xla_ckpt.serialization.budget import CostBudget
 from torch_xla_ckpt.serialization.pickle_names import names_in, python3_name
@@ -36,7 +36,12 @@ class Machine(StackMachine):
         storage: returns the object for a persistent id.
         protocols: the admitted versions of the pickle format. Default: 2, which torch.save writes.
         extra_bytes: bytes of data that belong to the pickle, such as storages. They raise the cost limit. Default: 0.
+
+    Attributes:
+        steps: the function for each opcode of protocol 2.
     """
+
+    steps: ClassVar[Mapping[int, Callable[[Any], None]]]
 
     def __init__(
         self,
@@ -68,7 +73,7 @@ class Machine(StackMachine):
             which = " or ".join(map(str, self._protocols))
             raise Refused(f"its pickle does not have protocol {which}", self._refused_names())
         self._at = 2
-        steps = _STEPS if data[1] == 2 else _NEWER_STEPS
+        steps = self.steps if data[1] == 2 else _NEWER_STEPS
         while True:
             code = data[self._at]
             self._at += 1
@@ -96,6 +101,11 @@ class Machine(StackMachine):
         allowed = self._trusted()
         if full in allowed and module not in _BLOCKED:
             return allowed[full]
+        return self._missing(module, name)
+
+    def _missing(self, module: str, name: str) -> Any:
+        """Return what takes the place of something that is not admitted, or raise an error."""
+        full = f"{module}.{name}"
         raise Refused(f"its pickle names {full}", self._refused_names() or (full,))
 
     def _trusted(self) -> Mapping[str, Any]:
@@ -244,7 +254,7 @@ def _pushes(make: Callable[[], Any]) -> Callable[[Machine], None]:
 
 
 _STOP = ord(".")
-_STEPS: dict[int, Callable[[Machine], None]] = {
+STEPS: dict[int, Callable[[Any], None]] = {
     ord(code): step
     for code, step in {
         **{"(": Machine.mark, "0": Machine.pop, "1": Machine.pop_mark, "c": Machine.global_},
@@ -259,8 +269,11 @@ _STEPS: dict[int, Callable[[Machine], None]] = {
     }.items()
 }
 
+"""The function for each opcode of protocol 2."""
+Machine.steps = STEPS
+
 # Protocol 3 added bytes, and protocol 4 the others.
-_NEWER_STEPS: Mapping[int, Callable[[Machine], None]] = _STEPS | {
+_NEWER_STEPS: Mapping[int, Callable[[Any], None]] = STEPS | {
     **{0x95: Machine.frame, 0x93: Machine.stack_global, 0x94: Machine.memoize},
     **{0x8C: Machine.text1, 0x8D: Machine.text8},
     **{ord("C"): Machine.bytes1, ord("B"): Machine.bytes4, 0x8E: Machine.bytes8},

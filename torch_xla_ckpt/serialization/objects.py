@@ -109,9 +109,13 @@ def encode(key: str, value: Any, to_host: Callable[[torch.Tensor], torch.Tensor]
             f"cannot save {key!r}: the containers in this {type(value).__name__} are nested too deep to be pickled. "
             f"{MAX_DEPTH} levels are always possible. Flatten the object, or leave it out of the state dict"
         ) from error
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
+    except CheckpointError as error:  # of a tensor inside the object
+        raise CheckpointError(f"cannot save {key!r}: {error}") from error
+    except Exception as error:  # the object's own methods may raise anything
+        known = isinstance(error, (pickle.PicklingError, TypeError, AttributeError)) and str(error)
+        why = str(error) if known else f"{type(error).__name__}: {error}".rstrip(": ")
         raise CheckpointError(
-            f"cannot save {key!r}: a {type(value).__name__} could not be pickled ({error}). Put plain data into the "
+            f"cannot save {key!r}: a {type(value).__name__} could not be pickled ({why}). Put plain data into the "
             "state dict instead, or leave the object out"
         ) from error
     item.seek(0)

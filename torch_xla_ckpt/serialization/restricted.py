@@ -12,6 +12,7 @@ from torch_xla_ckpt.serialization import arrays, plain, storages, tensors, torch
 from torch_xla_ckpt.serialization.archive import Archive
 from torch_xla_ckpt.serialization.machine import Machine
 from torch_xla_ckpt.serialization.pickle_names import names_at_most, names_in
+from torch_xla_ckpt.serialization.stand_ins import StandInMachine
 from torch_xla_ckpt.serialization.table import Refused, Table
 
 AllowedType = Any
@@ -55,19 +56,28 @@ def writable(view: memoryview) -> memoryview:
 def load_mapped(view: memoryview) -> Any:
     """Return the value in an archive, with tensors that share the memory of ``view``.
 
+    Objects of types that are not admitted are ``StandIn``s. An archive that names functions of an attack is refused.
+
     Args:
         view: the archive's bytes, in memory that may be written to; see ``writable``.
 
     Raises:
-        Refused, ArchiveError, Exception: as for ``load``. Tensors of the other byte order are refused, too.
+        OtherByteOrder: the tensors come from a computer with the other byte order.
+        Refused, ArchiveError, Exception: as for ``load``.
     """
     archive = Archive(view)
-    return _run(archive, view, (), storages.MappedStorages(archive))
+    return _run(archive, view, (), storages.MappedStorages(archive), StandInMachine)
 
 
-def _run(archive: Archive, view: memoryview, allow_types: Sequence[AllowedType], made: storages.Storages) -> Any:
+def _run(
+    archive: Archive,
+    view: memoryview,
+    allow_types: Sequence[AllowedType],
+    made: storages.Storages,
+    kind: type[Machine] = Machine,
+) -> Any:
     pickled = bytes(archive["data.pkl"])
-    machine = Machine(pickled, _TABLE, lambda: _named(allow_types), made, extra_bytes=len(view))
+    machine = kind(pickled, _TABLE, lambda: _named(allow_types), made, extra_bytes=len(view))
     value = machine.run()
     if machine.bytes_left:
         raise Refused("it has bytes behind its pickle")

@@ -50,6 +50,10 @@ STORAGE_KINDS: Mapping[str, StorageKind] = {
 }
 
 
+class OtherByteOrder(Exception):
+    """The elements of a mapped tensor are in the byte order of another computer."""
+
+
 class Storages:
     """Makes the storages of an archive on request. Tensors that name the same storage share it.
 
@@ -102,7 +106,8 @@ class MappedStorages(Storages):
     """Makes storages that share the archive's memory."""
 
     def _storage(self, key: str, dtype: torch.dtype, nbytes: int) -> torch.storage.TypedStorage:
-        _require(not self._swapped, "belongs to a computer with another byte order")
+        if self._swapped and dtype.itemsize > 1:
+            raise OtherByteOrder
         data = self._bytes(key, nbytes)
         raw = torch.from_numpy(np.frombuffer(data, np.uint8)) if nbytes else torch.empty(0, dtype=torch.uint8)
         return torch.storage.TypedStorage(wrap_storage=raw.untyped_storage(), dtype=dtype, _internal=True)

@@ -14,11 +14,23 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from torch_xla_ckpt.device import HostCopy, Snapshot, lazy
+from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.layout import Box
 from torch_xla_ckpt.protocols import TensorAccess
 from torch_xla_ckpt.reports import Timeline
 from torch_xla_ckpt.serialization import Encoded, encode
-from torch_xla_ckpt.state import Buffers, Leaf, TensorHandle, flatten, key_of, lay_out, mapped, require_savable
+from torch_xla_ckpt.state import (
+    Buffers,
+    Leaf,
+    TensorHandle,
+    fetched,
+    flatten,
+    gathered,
+    key_of,
+    lay_out,
+    mapped,
+    require_savable,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +105,7 @@ class Capture:
             timeline: records what is copied when.
 
         Raises:
-            CheckpointError: a value cannot be saved. The message names its key.
+            CheckpointError: a value cannot be saved or copied. The message names its key.
         """
         leaves = flatten(state_dict)
         tensors = {key: leaf.value for key, leaf in leaves.items() if leaf.is_tensor}
@@ -179,29 +191,44 @@ class Capture:
         assert isinstance(access, lazy.xla.XlaAccess)
         if self._kept is None and self._reuse_buffers and lazy.xla.keeps_copies():
             self._kept = lazy.xla.KeptCopies()
-        copies = lazy.xla.copy_on_devices(list(tensors.values()), access, self._part_bytes, self._kept)
+        try:
+            copies = lazy.xla.copy_on_devices(list(tensors.values()), access, self._part_bytes, self._kept)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"the state could not be copied on its devices: {len(tensors)} tensors, such as {next(iter(tensors))!r}"
+                f" ({type(error).__name__}: {error}). If the devices are short of memory, pass mode='host' or "
+                "device_memory_limit= to the stager"
+            ) from error
         return {key: Snapshot(t, copy, check) for (key, t), copy in zip(tensors.items(), copies)}
 
     def _host_copy(self, key: str, held: TensorHandle) -> HostCopy:
         if held.tensor.device.type == "cpu":
-            fetched = held.access.fetch(held.tensor, held.layout)
-            return HostCopy(held.layout, {box: self._copy(data) for box, data in fetched.items()})
+            return HostCopy(held.layout, {box: self._copy(key, data) for box, data in fetched(key, held).items()})
         # Free the last copy's shards of this tensor just before the runtime allocates as much memory again. The
         # allocator then returns the same memory, and no second copy into a kept buffer is needed.
         self._fetched.pop(key, None)
-        fetched = held.access.fetch(held.tensor, held.layout)
+        shards = fetched(key, held)
         if self._reuse_buffers:
-            self._fetched[key] = fetched
-        return HostCopy(held.layout, fetched)
+            self._fetched[key] = shards
+        return HostCopy(held.layout, shards)
 
-    def _copy(self, data: torch.Tensor) -> torch.Tensor:
+    def _copy(self, key: str, data: torch.Tensor) -> torch.Tensor:
         bits = data.view(torch.uint8) if data.itemsize == 1 else data  # torch cannot copy float4_e2m1fn_x2
-        if self._reuse_buffers:
-            return self._buffers.empty(bits.shape, bits.dtype).copy_(bits).view(data.dtype)
-        return bits.clone(memory_format=torch.contiguous_format).view(data.dtype)
+        try:
+            if self._reuse_buffers:
+                return self._buffers.empty(bits.shape, bits.dtype).copy_(bits).view(data.dtype)
+            return bits.clone(memory_format=torch.contiguous_format).view(data.dtype)
+        except (RuntimeError, MemoryError) as error:
+            raise CheckpointError(
+                f"{key!r}: no copy of {data.numel() * data.itemsize:,} bytes could be made in host memory "
+                f"({type(error).__name__}: {error}). If memory is short, save with torch_xla_ckpt.save, which makes no "
+                "copy, or leave the tensor out"
+            ) from error
 
     def _encoded(self, key: str, value: Any) -> io.BytesIO:
-        return encode(key, value, lambda tensor: lay_out({key: tensor}, self._access_of)[key].gather())
+        return encode(key, value, lambda tensor: gathered(tensor, self._access_of))
 
 
 _warned = False

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.coordination import Processes
+from torch_xla_ckpt.errors import CheckpointError
 
 # Seconds between two looks for a roll call, and seconds to wait for the answers.
 _LOOK = 1.0
@@ -74,6 +75,11 @@ class Peers:
     def is_destroyed(self) -> bool:
         """Whether the program has destroyed the group in this process."""
         return not _dcp.is_alive(self.group)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether another save can coordinate through the group."""
+        return not (self.has_failed or self.is_destroyed)
 
     def begin(self) -> int:
         """Count a save that begins, and return its number, which is the same on all ranks."""
@@ -178,6 +184,33 @@ class Peers:
                     return
         except RuntimeError:
             return  # the store is gone, so no rank can call
+
+
+def joined(peers: Peers | None, of: dist.ProcessGroup | None, timeout: timedelta, doing: str) -> Peers | None:
+    """Return a group of the ranks that works. All ranks call this in the same order.
+
+    Args:
+        peers: the group so far; None if there is none. It is closed if it no longer works.
+        of, timeout, doing: see ``Peers``.
+
+    Returns:
+        ``peers`` or a new group; None if there is one process only.
+
+    Raises:
+        CheckpointError: a rank did not come in time, or the default group was destroyed.
+    """
+    if peers is not None and peers.is_usable:
+        return peers
+    if peers is not None and peers.is_destroyed and Processes(None).alone:
+        raise CheckpointError(
+            "the process group that this stager saves with was destroyed. Initialise torch.distributed again, or "
+            "create another stager to save from this process alone, and pass it as stager="
+        )
+    if Processes(of).size == 1:
+        return peers
+    if peers is not None:
+        peers.close()
+    return Peers(of, timeout, doing)
 
 
 def _last(answer: Any) -> str:

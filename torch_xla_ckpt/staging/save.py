@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Sequence
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_xla_ckpt import _dcp
@@ -14,7 +15,7 @@ from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.runtime import forks
 from torch_xla_ckpt.staging.peers import Peers
 from torch_xla_ckpt.staging.upload import Upload
-from torch_xla_ckpt.storage import Location, PathLike, path_lock
+from torch_xla_ckpt.storage import Location, path_lock
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,11 @@ class Save:
         self._ended = threading.Event()
 
     @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group that coordinates the save; None for one process alone."""
+        return None if self.peers is None else self.peers.group
+
+    @property
     def where(self) -> str | None:
         """The identity of the location that the save writes to; None if unknown."""
         return self._turn.where
@@ -64,7 +70,7 @@ class Save:
         """Whether the save writes no more."""
         return self._ended.is_set()
 
-    def hand_over(self, upload: Upload, path: PathLike | Location | None) -> None:
+    def hand_over(self, upload: Upload, path: Location | None) -> None:
         """Record that a thread is about to run the save.
 
         Args:
@@ -72,7 +78,7 @@ class Save:
             path: the checkpoint's folder; None if the storage does not tell it.
         """
         self.upload = upload
-        self._turn.where = None if path is None else Location.of(path).identity
+        self._turn.where = None if path is None else path.identity
         if self.peers is not None:
             self.peers.goes_to(self.number, self.where)
         upload.attach(self.owner, self.explained)
@@ -124,7 +130,7 @@ class Save:
         where = self.where or "its storage"
         explained = error
         if isinstance(error, CheckpointException):
-            explained = _dcp.cause(error, "saved", several=self.peers is not None)
+            explained = _dcp.cause(error, "saved", several=self.peers is not None, interrupts=False)
         elif self.peers is not None and not isinstance(error, CheckpointError):
             # DCP gathers the errors of all ranks. Any other error comes from the gathering itself.
             blame = self.peers.blame(self.number)
@@ -134,7 +140,24 @@ class Save:
                 f"{blame.remedy}"
             )
         if explained is not error:
-            explained.__cause__ = error
+            explained.__cause__ = explained.__cause__ or error
         if not self.is_cancelled and self.is_reported:
             logger.warning("the async save to %s failed: %s", where, explained)
         return explained
+
+
+def unread_error(ended: Sequence[Save]) -> CheckpointError | None:
+    """Return an error that tells of failed saves whose errors nobody has read; None if there are none.
+
+    Args:
+        ended: saves that have ended.
+    """
+    uploads = [save.upload for save in ended if save.is_reported and not save.is_cancelled]
+    errors = [upload.error() for upload in uploads if upload is not None and not upload.was_read]
+    failed = [error for error in errors if error is not None]
+    if not failed:
+        return None
+    more = f" (and {len(failed) - 1} more, which the log has)" if len(failed) > 1 else ""
+    error = CheckpointError(f"an earlier async save failed: {failed[0]}{more}")
+    error.__cause__ = failed[0]
+    return error

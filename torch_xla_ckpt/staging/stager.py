@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,8 @@ from torch_xla_ckpt.runtime import forks
 from torch_xla_ckpt.staging import dcp_async
 from torch_xla_ckpt.staging.capture import Capture, Choice, Mode
 from torch_xla_ckpt.staging.closing import ClosesOnExit
-from torch_xla_ckpt.staging.peers import Peers
-from torch_xla_ckpt.staging.save import Save
+from torch_xla_ckpt.staging.peers import Peers, joined
+from torch_xla_ckpt.staging.save import Save, unread_error
 from torch_xla_ckpt.staging.upload import AsyncSave, Upload
 from torch_xla_ckpt.staging.worker import Worker, close_at_exit, forget
 from torch_xla_ckpt.storage import Location, PathLike
@@ -132,33 +133,54 @@ class SPMDStager(ClosesOnExit):
     ) -> AsyncSave:
         """Copy a state now, and write the copy in the stager's thread.
 
-        All ranks of the stager must call this at the same point.
+        All ranks of the stager must call this at the same point. An error of one rank leaves the ranks in step: the
+        save begins on all ranks, and fails on all of them with the name of the rank.
 
         Args:
             state: a function that returns the state. Its error is raised here, and fails the save on all ranks.
             write: a function that saves the copied state, called in another thread. Its further arguments are the
                 group to coordinate through (None for one process alone) and the timeline to record in.
             path: the checkpoint's folder; None if the storage does not tell it.
-            raises_earlier: whether to raise the error of an earlier save that nobody has read, instead of saving. If
-                only some ranks raise it, the others begin this save without them, and wait for them until their
-                time-out. To prevent that, pass False and call ``raise_failed`` afterwards. Default: True.
+            raises_earlier: whether to raise the error of an earlier save that nobody has read. One process raises it
+                instead of saving. With several ranks, this save has begun when the error is raised, because the other
+                ranks may have read the error, and begin to save. False: the caller calls ``raise_failed`` later.
+                Default: True.
 
         Raises:
             CheckpointError: the state cannot be copied; or an earlier save failed, and nobody has read its error.
         """
         self._require_own()
         with self._calls:
+            with self.preparing():
+                location = None if path is None else Location.of(path)
             doing = "beginning an async save" if path is None else f"beginning an async save to {path}"
-            self._prepare(doing, raises_earlier=raises_earlier)
+            interrupt = self._prepare(doing, raises_earlier=raises_earlier)
             save = self._add(Save(self._last_save, self._peers))
-            copied = self._copied(save, state)
+            copied = self._copied(save, state if interrupt is None else _raising(interrupt))
             upload = Upload()
             staging: Future[None] = Future()
             staging.set_result(None)
             timeline = self._timeline
-            self._start(save, upload, path, lambda group: write(copied, group, timeline))
+            self._start(save, upload, location, lambda group: write(copied, group, timeline))
+            if raises_earlier:
+                self._raise_earlier(save)
             assert self._choice is not None
             return AsyncSave(staging, upload, self._choice, timeline)
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Prepare a call of ``run`` in the block. If the block fails on one rank, the save fails on all ranks.
+
+        Raises:
+            Exception: the error of the block, unchanged. The other ranks get it from the futures of their saves.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.is_here and not self._is_closed and not self._is_alone:
+                failing = _raising(error)
+                self.run(failing, failing, None, raises_earlier=False)
+            raise
 
     def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
         """Copy a state; ``dcp.async_save`` calls this, and then runs the save in a thread of its own.
@@ -167,13 +189,16 @@ class SPMDStager(ClosesOnExit):
             A future that holds the copy, for ``SPMDSavePlanner``. It is done: the state may change.
 
         Raises:
-            CheckpointError: the state cannot be copied; or an earlier save failed, and nobody has read its error.
+            CheckpointError: the state cannot be copied; or an earlier save failed, and nobody has read its error. With
+                several ranks, ``dcp.async_save`` raises the error of an earlier save after it has begun its own.
         """
         self._require_own()
         with self._calls:
-            self._prepare("beginning dcp.async_save")
-            save = self._add(dcp_async.StagedSave(self._last_save, self._peers))
-            return dcp_async.StagedState(save, self._copied(save, lambda: state_dict))
+            call = dcp_async.call_under_way()
+            interrupt = self._prepare("beginning dcp.async_save", is_alone=call.is_alone)
+            save = self._add(dcp_async.StagedSave(self._last_save, None if call.is_alone else self._peers, call.group))
+            copied = self._copied(save, (lambda: state_dict) if interrupt is None else _raising(interrupt))
+            return dcp_async.StagedState(save, copied, lambda: self._raise_earlier(save))
 
     def synchronize_staging(self) -> None:
         """Do nothing: ``stage`` returns when the state may change. A part of DCP's interface."""
@@ -229,14 +254,33 @@ class SPMDStager(ClosesOnExit):
         """
         self._require_own()
         with self._calls:
-            ended = [save for save in self._saves if save.has_ended]
-            self._saves = [save for save in self._saves if not save.has_ended]
-        uploads = [save.upload for save in ended if save.is_reported and not save.is_cancelled]
-        errors = [upload.error() for upload in uploads if upload is not None and not upload.was_read]
-        failed = [error for error in errors if error is not None]
-        if failed:
-            more = f" (and {len(failed) - 1} more, which the log has)" if len(failed) > 1 else ""
-            raise CheckpointError(f"an earlier async save failed: {failed[0]}{more}") from failed[0]
+            error = unread_error(self._ended())
+        if error is not None:
+            raise error
+
+    def _raise_earlier(self, save: Save) -> None:
+        """Raise unread errors of saves before ``save``, which has begun with other ranks.
+
+        Raises:
+            CheckpointError: an earlier save failed.
+        """
+        if save.group is None:
+            return
+        with self._calls:
+            error = unread_error(self._ended(but=save))
+        if error is not None:
+            raise CheckpointError(f"{error}. The save of this call has begun") from error.__cause__
+
+    def _ended(self, but: Save | None = None) -> list[Save]:
+        """Remove the saves that have ended from the list, except ``but``, and return them."""
+        ended = [save for save in self._saves if save.has_ended and save is not but]
+        self._saves = [save for save in self._saves if save not in ended]
+        return ended
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether no other rank takes part in the next save."""
+        return Processes(None).alone or (self._peers is None and Processes(self._process_group).size == 1)
 
     @property
     def _last_save(self) -> Save | None:
@@ -246,26 +290,38 @@ class SPMDStager(ClosesOnExit):
         self._saves.append(save)
         return save
 
-    def _prepare(self, doing: str, *, raises_earlier: bool = True) -> None:
+    def _prepare(self, doing: str, *, is_alone: bool = False, raises_earlier: bool = True) -> BaseException | None:
         """Wait until another save may begin, and create the group of the ranks.
 
         Args:
             doing: the operation, for error messages; the same on all ranks.
+            is_alone: whether the caller wants no other rank to take part. Default: False.
             raises_earlier: see ``run``.
+
+        Returns:
+            An interrupt of the wait, to be raised after the save has begun, because other ranks have begun it; or None.
         """
         if self._is_closed:
             raise CheckpointError("the stager is closed; create another one")
         for save in self._saves:
             if not save.is_handed_over:  # an interrupt ended the call that began this save
                 save.cancel()
-        if raises_earlier:
+        raises_now = raises_earlier and (is_alone or self._is_alone)
+        if raises_now:
             self.raise_failed()
         self._timeline = Timeline()
-        with self._timeline.span("wait for a slot"):
-            self._wait_for_slot()
-        if raises_earlier:
+        try:
+            with self._timeline.span("wait for a slot"):
+                self._wait_for_slot()
+        except BaseException as interrupt:
+            if is_alone or self._peers is None or not self._peers.is_usable:
+                raise
+            return interrupt
+        if raises_now:
             self.raise_failed()
-        self._join_peers(doing)
+        if not is_alone:
+            self._peers = joined(self._peers, self._process_group, self._timeout, doing)
+        return None
 
     def _require_own(self) -> None:
         if not self._owner.is_here:
@@ -281,24 +337,6 @@ class SPMDStager(ClosesOnExit):
             )
             pending[0].wait()
 
-    def _join_peers(self, doing: str) -> None:
-        """Create the group of the ranks if there is none that works. All ranks call this in the same order.
-
-        Raises:
-            CheckpointError: a rank did not come in time, or the default group was destroyed.
-        """
-        if self._peers is not None and self._peers.is_destroyed and Processes(None).alone:
-            raise CheckpointError(
-                "the process group that this stager saves with was destroyed. Initialise torch.distributed again, or "
-                "create another stager to save from this process alone, and pass it as stager="
-            )
-        if self._peers is not None and not (self._peers.has_failed or self._peers.is_destroyed):
-            return
-        if Processes(self._process_group).size > 1:
-            if self._peers is not None:
-                self._peers.close()
-            self._peers = Peers(self._process_group, self._timeout, doing)
-
     def _copied(self, save: Save, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return a copy of the state. If copying fails, the save fails on the other ranks too."""
         try:
@@ -308,7 +346,7 @@ class SPMDStager(ClosesOnExit):
                 raise
             failure = error  # ``error`` ends with this block, and the thread needs it later
             save.is_reported = False
-            if self._peers is None:
+            if save.group is None:
                 save.end()
             else:
                 self._start(save, Upload(), None, lambda group: _dcp.fail_to_save(failure, group))
@@ -323,11 +361,10 @@ class SPMDStager(ClosesOnExit):
         self,
         save: Save,
         upload: Upload,
-        path: PathLike | Location | None,
+        path: Location | None,
         write: Callable[[dist.ProcessGroup | None], Metadata | None],
     ) -> None:
         """Run a save in the stager's thread, after all earlier saves."""
-        group = None if self._peers is None else self._peers.group
         timeline = self._timeline
         save.hand_over(upload, path)
 
@@ -335,7 +372,7 @@ class SPMDStager(ClosesOnExit):
             try:
                 with timeline.span(LOCK):
                     save.wait_for_turn()
-                metadata = write(group)
+                metadata = write(save.group)
             except BaseException as error:
                 if not self._owner.is_here:  # a child that was forked by this thread: the save is the parent's
                     raise
@@ -345,3 +382,12 @@ class SPMDStager(ClosesOnExit):
 
         upload.set_running_or_notify_cancel()
         self._worker.submit(work)
+
+
+def _raising(error: BaseException) -> Callable[..., NoReturn]:
+    """Return a function that raises an error."""
+
+    def fail(*_: object) -> NoReturn:
+        raise error
+
+    return fail

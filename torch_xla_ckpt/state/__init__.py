@@ -10,7 +10,16 @@ from torch_xla_ckpt.state.editor import Closed, StateDictEditor
 from torch_xla_ckpt.state.per_rank import PerRank
 from torch_xla_ckpt.state.ranks import RankState, misfits
 from torch_xla_ckpt.state.rng import random_state, set_random_state
-from torch_xla_ckpt.state.shards import ShardSource, TensorHandle, compact, lay_out, require_savable, require_targets
+from torch_xla_ckpt.state.shards import (
+    ShardSource,
+    TensorHandle,
+    compact,
+    fetched,
+    gathered,
+    lay_out,
+    require_savable,
+    require_targets,
+)
 from torch_xla_ckpt.state.tree import Leaf, Path, flatten, is_placeholder, key_of, mapped
 
 __all__ = [
@@ -25,7 +34,9 @@ __all__ = [
     "TensorHandle",
     "compact",
     "digest",
+    "fetched",
     "flatten",
+    "gathered",
     "is_placeholder",
     "key_of",
     "lay_out",

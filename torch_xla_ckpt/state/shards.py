@@ -59,19 +59,74 @@ def lay_out(
         access_of: returns the access to a tensor.
 
     Raises:
-        CheckpointError: a tensor is of a kind that cannot be saved or loaded. The key is named.
+        CheckpointError: a tensor is of a kind that cannot be saved or loaded, or its layout cannot be read. The key is
+            named. Or the pending computation failed.
     """
     # Snapshots are read in their own way, even if the planner was given an access for live tensors.
     accesses = {key: (_access_of if isinstance(t, Snapshot) else access_of)(t) for key, t in tensors.items()}
     for access in {type(access): access for access in accesses.values()}.values():
-        access.settle()
+        _settle(access)
     laid_out = {}
     for key, tensor in tensors.items():
         try:
             laid_out[key] = TensorHandle(tensor, accesses[key].layout(tensor), accesses[key])
         except CheckpointError as error:
             raise CheckpointError(f"{key!r}: {error}") from error
+        except Exception as error:
+            raise _unreadable(key, tensor, error) from error
     return laid_out
+
+
+def gathered(tensor: torch.Tensor, access_of: Callable[[torch.Tensor], TensorAccess]) -> torch.Tensor:
+    """Return a tensor inside an object whole, in host memory.
+
+    Raises:
+        CheckpointError: the tensor is of a kind that cannot be saved, or this process does not hold all elements. The
+            message names no key.
+    """
+    access = access_of(tensor)
+    _settle(access)
+    return TensorHandle(tensor, access.layout(tensor), access).gather()
+
+
+def fetched(key: str, held: TensorHandle, part: int = 0) -> Mapping[Box, torch.Tensor]:
+    """Return the shards of one part of a tensor in host memory.
+
+    Args:
+        key: the tensor's key, for errors.
+        held: the tensor.
+        part: the number of the part. Default: 0.
+
+    Raises:
+        CheckpointError: the tensor cannot be read. The key is named.
+    """
+    try:
+        return held.access.fetch(held.tensor, held.layout, part)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise _unreadable(key, held.tensor, error) from error
+
+
+def _settle(access: TensorAccess) -> None:
+    try:
+        access.settle()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"the computation that the tensors are waiting for failed ({type(error).__name__}: {error}). Call "
+            "torch_xla.sync() and xm.wait_device_ops() before, to see where it fails"
+        ) from error
+
+
+def _unreadable(key: str, tensor: torch.Tensor, error: Exception) -> CheckpointError:
+    """Return the error for a tensor whose data or layout torch does not give."""
+    what = f"a tensor of {tensor.dtype} and shape {tuple(tensor.shape)} on {tensor.device}"
+    return CheckpointError(
+        f"{key!r}: {what} could not be read ({type(error).__name__}: {error}). See whether tensor.cpu() raises the "
+        "same error, which then comes from torch or the device; or leave the tensor out"
+    )
 
 
 def require_savable(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -142,14 +197,17 @@ class ShardSource:
         with self._lock:
             shards = self._fetched.pop(part, None)
             if shards is None:
-                shards = held.access.fetch(held.tensor, held.layout, part[1])
+                shards = fetched(key, held, part[1])
             self._announced[part] -= 1
             if self._announced[part] > 0:
                 self._fetched[part] = shards
-        if box in shards:
-            return compact(shards[box])
-        source = next(outer for outer in shards if outer.contains(box))
-        return compact(shards[source][box.relative_to(source).slices])
+        try:
+            if box in shards:
+                return compact(shards[box])
+            source = next(outer for outer in shards if outer.contains(box))
+            return compact(shards[source][box.relative_to(source).slices])
+        except RuntimeError as error:  # there is no memory for the copy, for example
+            raise _unreadable(key, held.tensor, error) from error
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:

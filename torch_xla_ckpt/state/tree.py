@@ -145,7 +145,8 @@ def _walk(state_dict: Mapping[Any, Any], deepest: int | None) -> Iterator[_Step]
     """Visit the values of a state dict. Without recursion, which Python limits to about a thousand levels.
 
     Raises:
-        CheckpointError: an opened container contains itself, or is nested deeper than ``deepest``.
+        CheckpointError: an opened container contains itself, is nested deeper than ``deepest``, or does not tell its
+            values.
     """
     stack: list[tuple[Path, Any, Iterator[tuple[Any, Any]]]] = []
     inside: set[int] = set()
@@ -162,8 +163,11 @@ def _walk(state_dict: Mapping[Any, Any], deepest: int | None) -> Iterator[_Step]
                 "inner part under a key of its own"
             )
         inside.add(id(container))
-        slots = container.items() if isinstance(container, Mapping) else enumerate(container)
-        stack.append((path, container, iter(slots)))
+        try:
+            slots = iter(container.items() if isinstance(container, Mapping) else enumerate(container))
+        except Exception as error:
+            raise _unlistable(path, container, error) from error
+        stack.append((path, container, slots))
 
     enter((), state_dict)
     while stack:
@@ -174,9 +178,20 @@ def _walk(state_dict: Mapping[Any, Any], deepest: int | None) -> Iterator[_Step]
             stack.pop()
             inside.remove(id(container))
             continue
+        except Exception as error:  # a RuntimeError if another thread changes the mapping
+            raise _unlistable(path, container, error) from error
         here = (*path, _element(slot) if isinstance(container, Mapping) else slot)
         opened = not isinstance(value, torch.Tensor) and is_open(value)
         yield _Step(Leaf(here, value, container, slot), opened, partial(enter, here, value))
+
+
+def _unlistable(path: Path, container: Any, error: Exception) -> CheckpointError:
+    """Return the error for a container that does not tell its values."""
+    where = f"at {_shown(path)}" if path else "that was passed"
+    return CheckpointError(
+        f"the values of the {type(container).__name__} {where} could not be listed ({type(error).__name__}: {error}). "
+        "If another thread changes it, let that thread wait during the call, or pass a copy"
+    )
 
 
 def _shown(path: Path) -> str:

@@ -9,6 +9,7 @@ from torch_xla_ckpt.storage.absent import steps_of_run
 from torch_xla_ckpt.storage.checkpoint_index import read_index, written_by
 from torch_xla_ckpt.storage.chunk_bytes import as_bits
 from torch_xla_ckpt.storage.file_errors import FileChanged
+from torch_xla_ckpt.storage.file_links import followed
 from torch_xla_ckpt.storage.file_names import is_checkpoint_file
 from torch_xla_ckpt.storage.folders import open_folder
 from torch_xla_ckpt.storage.foreign import holds_checkpoint, is_file, read_foreign
@@ -48,6 +49,7 @@ __all__ = [
     "checksum",
     "complete_saves",
     "default_threads",
+    "followed",
     "holds_checkpoint",
     "is_checkpoint_file",
     "is_file",

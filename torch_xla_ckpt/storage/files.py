@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.protocols import Bytes, Entry, Folder, Sink, Version, Window
 from torch_xla_ckpt.reports import RequestCounts
 from torch_xla_ckpt.runtime import forks
@@ -55,7 +56,15 @@ class LocalFolder(Folder):
 
     def make(self) -> None:
         new = [folder for folder in (self._path, *self._path.parents) if not folder.exists()]
-        os.makedirs(self._path, exist_ok=True)
+        try:
+            os.makedirs(self._path, exist_ok=True)
+        except FileExistsError as error:
+            if not self._path.is_symlink():
+                raise
+            raise CheckpointError(
+                f"{self._path} is a link to {os.readlink(self._path)}, which is no folder. Nothing was written. Create "
+                "that folder, or remove the link"
+            ) from error
         for folder in new:
             self._sync_folder(folder.parent)
 

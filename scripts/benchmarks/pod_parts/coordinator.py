@@ -24,7 +24,8 @@ from benchmarks.pod_parts.measuring import Phases, floor, memory
 from benchmarks.pod_parts.simulated import Pod, next_plan, written
 from torch_xla_ckpt.planner import SPMDSavePlanner
 from torch_xla_ckpt.runtime import without_collector
-from torch_xla_ckpt.storage import ShardWriter, commit
+from torch_xla_ckpt.storage import ShardWriter
+from torch_xla_ckpt.storage.commit_checks import Candidate
 
 SAVES = 3
 COPY = "torch's copy"  # a phase
@@ -43,7 +44,7 @@ def main(pod: Pod, work: Path, checked: bool) -> None:
         writer.set_up_storage_writer(True)
         own = writer.prepare_local_plan(planner.create_local_plan())
         # No data file is written, so none can be found at the commit.
-        with mock.patch.object(commit, "_require_files"):
+        with mock.patch.object(Candidate, "require_files"):
             metadata = _save(pod, work, planner, writer, own, phases, number)
         line = {
             "seconds": phases.seconds,

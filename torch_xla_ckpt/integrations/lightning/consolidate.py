@@ -23,7 +23,7 @@ from torch_xla_ckpt.integrations.lightning.windows import SavedTensor, read_in_o
 from torch_xla_ckpt.planner import paths_of
 from torch_xla_ckpt.protocols import Sink
 from torch_xla_ckpt.serialization import ArchiveWriter, StreamedTensor
-from torch_xla_ckpt.storage import Location, PathLike, ShardReader, open_folder
+from torch_xla_ckpt.storage import Location, PathLike, ShardReader, followed, open_folder
 
 _BUDGET = 256 << 20
 
@@ -41,7 +41,7 @@ def consolidate(
     The checkpoint is one of ``SPMDStrategy``, or of Lightning's own sharded strategies. Stock Lightning opens the file:
     ``trainer.fit(ckpt_path=file)``, ``Module.load_from_checkpoint(file)``, and so does
     ``torch.load(file, weights_only=True)``. No device is needed. A file that is there already is replaced when the new
-    one is complete.
+    one is complete. If ``file`` is a link, the file that it leads to is replaced.
 
     Args:
         folder: the checkpoint's folder, a local path or an fsspec URL.
@@ -54,7 +54,7 @@ def consolidate(
         CheckpointError: there is no whole checkpoint in the folder, it is damaged, or the file cannot be written. A
             file that was there before is as it was.
     """
-    source, target = Location.of(folder, storage_options), Location.of(file, storage_options)
+    source, target = Location.of(folder, storage_options), followed(Location.of(file, storage_options))
     saved = SavedFolder(source, check=False, trust_pickle=weights_only is False)
     write_file(source, target, saved.rest, memory_budget=memory_budget, model_key=saved.model_key)
 

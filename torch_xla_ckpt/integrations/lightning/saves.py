@@ -77,7 +77,8 @@ class Saves:
         Raises:
             CheckpointError: this save failed, or an earlier one in the background.
         """
-        self.raise_failed()
+        with Processes(None).agreed(f"saving to {where}"):
+            self.raise_failed()
         self._cancel_removal(where)
         if any(job.folder == unfinished(where) for job in self._jobs):
             self.wait()  # two saves must not write to one folder
@@ -94,7 +95,7 @@ class Saves:
             return
         if self._stager is None:
             self._stager = SPMDStager(max_pending=_PENDING)
-        handle = api.async_save(state, storage_writer=writer, stager=self._stager)
+        handle = api.save_staged(state, writer, self._stager, raises_earlier=False)  # ``_advance`` raises errors
         rest = state[REST]
 
         def finish() -> None:
