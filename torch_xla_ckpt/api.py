@@ -29,6 +29,7 @@ from torch_xla_ckpt.storage import (
     ReadStats,
     ShardReader,
     ShardWriter,
+    is_interrupt,
     open_reader,
     open_writer,
     path_lock,
@@ -411,9 +412,9 @@ def _abandoned_on_error(writer: dcp.StorageWriter) -> Iterator[None]:
     """Tell a ``ShardWriter`` that its save has failed, which DCP does not do."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         if isinstance(writer, ShardWriter):
-            writer.abandon()
+            writer.abandon(hurried=is_interrupt(error))
         raise
 
 

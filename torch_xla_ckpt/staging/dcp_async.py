@@ -124,6 +124,7 @@ class StagedState(Future):  # type: ignore[type-arg]
         """Return the copied state. In DCP's thread, wait until earlier saves have ended."""
         if threading.current_thread() is not self._save.caller:
             self._save.wait_for_turn()
+            self._save.requests.join()  # DCP's thread runs nothing else
         return super().result(timeout)
 
 

@@ -15,7 +15,7 @@ from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.runtime import forks
 from torch_xla_ckpt.staging.peers import Peers
 from torch_xla_ckpt.staging.upload import Upload
-from torch_xla_ckpt.storage import Location, path_lock
+from torch_xla_ckpt.storage import Cancellation, Location, path_lock
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ class Save:
         snapshots: the copied tensors. They are released when the save ends.
         is_reported: whether the stager raises the save's error if nobody reads it from the future.
         is_cancelled: whether the save was given up.
+        requests: gives up the requests of the thread that runs the save.
     """
 
     def __init__(self, previous: Save | None, peers: Peers | None):
@@ -45,6 +46,7 @@ class Save:
         self.snapshots: Sequence[Snapshot] = ()
         self.is_reported = True
         self.is_cancelled = False
+        self.requests = Cancellation()
         self._previous = previous
         self._turn = path_lock.Turn()
         self._handed_over = threading.Event()
@@ -107,8 +109,9 @@ class Save:
             raise CheckpointError("the save was cancelled; a checkpoint that was there before is untouched")
 
     def cancel(self) -> None:
-        """Let the save fail at the next use of its snapshots."""
+        """Let the save fail at the next use of its snapshots, and give up its requests to a store."""
         self.is_cancelled = True
+        self.requests.cancel()
         if not self.is_handed_over:  # an interrupt came before the hand-over, so no thread will ever end the save
             self._handed_over.set()
             self.end()

@@ -372,7 +372,8 @@ class SPMDStager(ClosesOnExit):
             try:
                 with timeline.span(LOCK):
                     save.wait_for_turn()
-                metadata = write(save.group)
+                with save.requests.applied():
+                    metadata = write(save.group)
             except BaseException as error:
                 if not self._owner.is_here:  # a child that was forked by this thread: the save is the parent's
                     raise

@@ -6,6 +6,7 @@ This room knows nothing of meshes and devices, and works without torch_xla. Noth
 
 from torch_xla_ckpt.storage import path_lock
 from torch_xla_ckpt.storage.absent import steps_of_run
+from torch_xla_ckpt.storage.cancellation import Cancellation, is_interrupt
 from torch_xla_ckpt.storage.checkpoint_index import read_index, written_by
 from torch_xla_ckpt.storage.chunk_bytes import as_bits
 from torch_xla_ckpt.storage.file_errors import FileChanged
@@ -31,6 +32,7 @@ from torch_xla_ckpt.storage.written import Written, written_sizes
 
 __all__ = [
     "REQUEST_TIMEOUT",
+    "Cancellation",
     "FileChanged",
     "Holder",
     "ListedKey",
@@ -53,6 +55,7 @@ __all__ = [
     "holds_checkpoint",
     "is_checkpoint_file",
     "is_file",
+    "is_interrupt",
     "leftovers",
     "listing_of",
     "mark_deleted",

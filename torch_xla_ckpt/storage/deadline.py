@@ -6,15 +6,17 @@ the time is up, the caller goes on without the thread. Threads of calls that hav
 
 from __future__ import annotations
 
+import contextvars
 import itertools
 import queue
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, ParamSpec, TypeVar
 
 from torch_xla_ckpt.runtime import forks
+from torch_xla_ckpt.storage.cancellation import Cancellation, is_cancelled, wait_for_any
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,11 +32,41 @@ class RequestTimeout(TimeoutError):
 
     Attributes:
         call: the future of the call, which is still running.
+        doing: what the call does; "" if unknown.
     """
 
-    def __init__(self, message: str, call: Future[Any] | None = None):
+    def __init__(self, message: str, call: Future[Any] | None = None, doing: str = ""):
         super().__init__(message)
         self.call = call
+        self.doing = doing
+
+    def __reduce__(self) -> Any:  # ranks send errors to each other, and a call cannot be sent
+        return type(self), (str(self), None, self.doing)
+
+
+class GivenUp(RequestTimeout):
+    """A call was given up, because its save or load was cancelled or has failed. ``call`` is None if it never began."""
+
+    def __init__(self, message: str = "", call: Future[Any] | None = None, doing: str = ""):
+        super().__init__(message or "the call was given up: its save or load was cancelled or has failed", call, doing)
+
+
+class _Left:
+    """The call that an interrupt has left running. It is left out if the interrupt is sent to another rank."""
+
+    def __init__(self, call: Future[Any] | None = None):
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return _Left, ()
+
+
+def interrupted_call(error: BaseException) -> Future[Any] | None:
+    """Return the future of the call that an exception has left running; None if there is none."""
+    if isinstance(error, RequestTimeout):
+        return error.call
+    left = getattr(error, "left_running", None)
+    return left.call if isinstance(left, _Left) else None
 
 
 class AbandonedCalls:
@@ -70,16 +102,24 @@ class AbandonedCalls:
             folder: the identity of the folder.
             seconds: the longest time to wait.
             names: the names of the calls to wait for. Default: all calls.
+
+        Raises:
+            GivenUp: the requests of this thread are given up.
         """
         with self._lock:
             calls = [(name, call) for name, call in self._calls.get(folder, ()) if names is None or name in names]
         if not calls:
             return []
-        running = wait([call for _, call in calls], seconds).not_done
+        running = {call for _, call in calls}
+        until = time.monotonic() + seconds
+        while running and (left := until - time.monotonic()) > 0:
+            running -= wait_for_any(running, left)
+            if is_cancelled():
+                raise GivenUp
         with self._lock:
-            left = [(name, call) for name, call in self._calls.pop(folder, ()) if not call.done()]
-            if left:
-                self._calls[folder] = left
+            rest = [(name, call) for name, call in self._calls.pop(folder, ()) if not call.done()]
+            if rest:
+                self._calls[folder] = rest
         return [name for name, call in calls if call in running]
 
 
@@ -94,18 +134,29 @@ def call_within(seconds: float, function: Callable[P, T], *args: P.args, **kwarg
 
     Raises:
         RequestTimeout: the call takes longer.
+        GivenUp: the requests of this thread are given up.
     """
+    if is_cancelled():
+        raise GivenUp
     result = start(lambda: function(*args, **kwargs))
     try:
-        return result.result(seconds)
-    except FutureTimeout:
-        if result.done():  # the function itself raised it
-            raise
-        raise RequestTimeout(f"no answer within {seconds:.0f} s", result) from None
+        ended = wait_for_any([result], seconds)
+    except BaseException as interrupt:
+        interrupt.left_running = _Left(result)  # type: ignore[attr-defined]
+        raise
+    if ended:
+        return result.result()
+    if is_cancelled():
+        raise GivenUp(call=result)
+    raise RequestTimeout(f"no answer within {seconds:.0f} s", result)
 
 
 def start(function: Callable[[], T]) -> Future[T]:
-    """Call a function in another thread, and return the future of its result."""
+    """Call a function in another thread, and return the future of its result.
+
+    The other thread belongs to the caller's cancellations during the call.
+    """
+    context = contextvars.copy_context()
     with _lock:
         jobs = _idle.pop() if _idle else None
     if jobs is None:
@@ -113,7 +164,7 @@ def start(function: Callable[[], T]) -> Future[T]:
         name = f"torch_xla_ckpt-request-{next(_numbers)}"
         threading.Thread(target=_work, args=(jobs,), name=name, daemon=True).start()
     result: Future[T] = Future()
-    jobs.put((result, function))
+    jobs.put((result, lambda: context.run(function)))
     return result
 
 
@@ -126,9 +177,10 @@ def together(functions: Sequence[Callable[[], object]], most: int = 32) -> None:
 
     Raises:
         BaseException: what the first of the functions that failed has raised, in the order of ``functions``. After a
-            failure, no further function is called.
+            failure, no further function is called, and the requests of the others are given up.
     """
     errors: dict[int, BaseException] = {}
+    failing = Cancellation()
     left = iter(enumerate(functions))
     taking = threading.Lock()
 
@@ -141,11 +193,19 @@ def together(functions: Sequence[Callable[[], object]], most: int = 32) -> None:
             try:
                 function()
             except BaseException as error:
-                errors[number] = error
+                if not (errors and isinstance(error, GivenUp)):  # else it is the consequence of another error
+                    errors[number] = error
+                failing.cancel()
 
-    others = [start(work) for _ in range(min(len(functions), most) - 1)]
-    work()
-    wait(others)
+    try:
+        with failing.applied():
+            others = [start(work) for _ in range(min(len(functions), most) - 1)]
+            work()
+        wait(others)
+    except BaseException as interrupt:
+        errors[-1] = interrupt
+        failing.cancel()
+        raise
     if errors:
         raise errors[min(errors)]
 

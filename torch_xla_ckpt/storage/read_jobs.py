@@ -14,9 +14,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from torch_xla_ckpt.protocols import Folder
+from torch_xla_ckpt.storage.cancellation import Cancellation
 from torch_xla_ckpt.storage.progress import Progress
 from torch_xla_ckpt.storage.ranges import Range, merged
-from torch_xla_ckpt.storage.read_bytes import JobReader
+from torch_xla_ckpt.storage.read_bytes import FetchedJob, JobReader
 from torch_xla_ckpt.storage.read_plan import ItemRead, ReadJob
 from torch_xla_ckpt.storage.read_target import ADOPTABLE, ReadResult, ReadTarget
 
@@ -52,6 +53,7 @@ class JobRunner:
         self._delivering = delivering
         self._memory_budget = memory_budget
         self._progress = progress
+        self._requests = Cancellation()
         self.bytes_read = 0
         self.bytes_received = 0
 
@@ -89,16 +91,23 @@ class JobRunner:
                 while running:
                     used -= commit_finished()
             except BaseException:
+                self._requests.cancel()
                 deliverers.shutdown(wait=False, cancel_futures=True)
                 pool.shutdown(wait=False, cancel_futures=True)
                 self._reader.abort()
                 raise
 
     def _read(self, job: ReadJob) -> list[ReadResult]:
-        return self._reader.deliver(self._reader.fetch(job))
+        with self._requests.applied():
+            return self._reader.deliver(self._reader.fetch(job))
 
     def _fetch(self, deliverers: ThreadPoolExecutor, job: ReadJob) -> Future[list[ReadResult]]:
-        return deliverers.submit(self._reader.deliver, self._reader.fetch(job))
+        with self._requests.applied():
+            return deliverers.submit(self._deliver, self._reader.fetch(job))
+
+    def _deliver(self, fetched: FetchedJob) -> list[ReadResult]:
+        with self._requests.applied():
+            return self._reader.deliver(fetched)
 
     def _commit(self, job: ReadJob, results: Sequence[ReadResult]) -> int:
         """Hand a job's results to the planner. Return the buffer bytes of the tensors that are complete now."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from torch_xla_ckpt.protocols import Version
 from torch_xla_ckpt.runtime import forks
+from torch_xla_ckpt.storage.cancellation import pause
 from torch_xla_ckpt.storage.deadline import together
 from torch_xla_ckpt.storage.file_errors import FileChanged
 from torch_xla_ckpt.storage.remote_requests import Requests
@@ -117,7 +118,7 @@ class Replacing:
         if time.monotonic() - began > _FRESH:  # ``check`` took long
             compare()
         began = time.monotonic()
-        for attempt, pause in enumerate(pauses(), 1):
+        for attempt, seconds in enumerate(pauses(), 1):
             try:
                 self._put(name, data)
                 return
@@ -126,9 +127,9 @@ class Replacing:
                 if most == 1:
                     raise
                 if attempt >= most:
-                    seconds = time.monotonic() - began
-                    raise gave_up(self._requests.url, f"write {name}", attempt, seconds, error) from error
-            time.sleep(pause)
+                    elapsed = time.monotonic() - began
+                    raise gave_up(self._requests.url, f"write {name}", attempt, elapsed, error) from error
+            pause(seconds)
             if self._version(name).is_same(Version.of(data)):  # the put was carried out, and its answer was lost
                 return
             compare()

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -26,7 +26,15 @@ from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.protocols import Bytes
 from torch_xla_ckpt.reports import RequestCounts
 from torch_xla_ckpt.runtime import forks
-from torch_xla_ckpt.storage.deadline import AbandonedCalls, RequestTimeout, call_within, start
+from torch_xla_ckpt.storage.cancellation import is_cancelled, pause, wait_for_any
+from torch_xla_ckpt.storage.deadline import (
+    AbandonedCalls,
+    GivenUp,
+    RequestTimeout,
+    call_within,
+    interrupted_call,
+    start,
+)
 from torch_xla_ckpt.storage.file_errors import impossible_name
 from torch_xla_ckpt.storage.location import Location
 from torch_xla_ckpt.storage.request_errors import gave_up, refused
@@ -111,6 +119,8 @@ class Requests:
         """Do the same as ``call``, and do not count the call as a request."""
         try:
             return call_within(self._limit(nbytes), function, *args, **kwargs)
+        except GivenUp as error:
+            raise self._given_up(doing, error.call) from None
         except RequestTimeout as error:
             raise self._timeout(doing, f"{error}", error.call) from None
         except PermissionError as error:
@@ -143,7 +153,7 @@ class Requests:
             Exception: an error that repetition cannot change, as the filesystem raised it.
         """
         began = time.monotonic()
-        for attempt, pause in enumerate(pauses(), 1):
+        for attempt, seconds in enumerate(pauses(), 1):
             try:
                 return self._race(doing, nbytes, function, stragglers)
             except Exception as error:
@@ -157,7 +167,7 @@ class Requests:
                 logger.info("%s: the request to %s failed, and is repeated: %s", self.url, doing, error)
             with self._counting:
                 self._repeated += 1
-            time.sleep(pause)
+            pause(seconds)
         raise AssertionError("the last attempt returns or raises")
 
     @property
@@ -194,11 +204,13 @@ class Requests:
             return self.call(doing, nbytes, function)
         limit, began = self._limit(nbytes), time.monotonic()
         ask_again = stragglers.patience(nbytes)
+        if is_cancelled():
+            raise self._given_up(doing, None)
         self.count(doing, nbytes)
         running: list[Future[T]] = [start(function)]
         while True:
             elapsed = time.monotonic() - began
-            for call in wait(running, max(0.0, min(limit, ask_again) - elapsed), FIRST_COMPLETED).done:
+            for call in wait_for_any(running, max(0.0, min(limit, ask_again) - elapsed)):
                 running.remove(call)
                 error = call.exception()
                 if error is None:
@@ -209,6 +221,8 @@ class Requests:
                     return call.result()
                 if not running:
                     raise error
+            if is_cancelled():
+                raise self._given_up(doing, running[0])
             elapsed = time.monotonic() - began
             if elapsed >= limit:
                 raise self._timeout(doing, f"no answer within {limit:.0f} s", running[0])
@@ -228,6 +242,14 @@ class Requests:
             f"{self.url}: the request to {doing} got {what}. Check the network and the store; raise request_timeout= "
             "if the store is only slow",
             call,
+            doing,
+        )
+
+    def _given_up(self, doing: str, call: Future[Any] | None) -> GivenUp:
+        return GivenUp(
+            f"{self.url}: the request to {doing} was given up, because the save or load was cancelled or has failed",
+            call,
+            doing,
         )
 
     def count(self, doing: str, nbytes: int, *, is_second: bool = False) -> None:
@@ -241,7 +263,7 @@ class Requests:
 
     @contextmanager
     def remembered(self, doing: str, *, if_late: bool = True) -> Iterator[None]:
-        """Remember requests in the block that exceed their time limit, so that ``settle`` waits for them.
+        """Remember requests in the block that are given up, so that ``settle`` waits for them.
 
         Args:
             doing: what the requests do, for the error of ``settle``.
@@ -249,9 +271,10 @@ class Requests:
         """
         try:
             yield
-        except RequestTimeout as error:
-            if if_late and error.call is not None:
-                _abandoned.add(self._location.identity, doing, error.call)
+        except BaseException as error:
+            call = interrupted_call(error)
+            if if_late and call is not None:
+                _abandoned.add(self._location.identity, doing, call)
             raise
 
     def settle(self) -> None:

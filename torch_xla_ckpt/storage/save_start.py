@@ -17,6 +17,8 @@ from torch_xla_ckpt.protocols import Entry, Folder, Version
 from torch_xla_ckpt.reports import BEGIN, Timeline
 from torch_xla_ckpt.runtime import forks
 from torch_xla_ckpt.serialization import METADATA
+from torch_xla_ckpt.storage.cancellation import is_cancelled, wait_for_any
+from torch_xla_ckpt.storage.deadline import GivenUp
 from torch_xla_ckpt.storage.deadline import start as start_call
 from torch_xla_ckpt.storage.file_names import carries_any, metadata_name, ranks_metadata, replaceable
 from torch_xla_ckpt.storage.lease import Lease, ended_saves, live_saves
@@ -103,6 +105,19 @@ class Beginning:
         Raises:
             Exception: what ``begin`` raised.
         """
+        return self._start.result()
+
+    def wait_to_clean_up(self) -> SaveStart:
+        """Do the same after a failure. In ``clean_up``, stop waiting when its time is up.
+
+        Raises:
+            Exception: what ``begin`` raised.
+            GivenUp: the time is up. The next save removes the lease.
+        """
+        while not self._start.done():
+            wait_for_any([self._start], None)
+            if is_cancelled():
+                raise GivenUp
         return self._start.result()
 
 

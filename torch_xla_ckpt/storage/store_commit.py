@@ -16,7 +16,9 @@ import xxhash
 
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.protocols import Bytes, Folder
+from torch_xla_ckpt.storage.cancellation import Cancellation, is_interrupt
 from torch_xla_ckpt.storage.commit_checks import Candidate
+from torch_xla_ckpt.storage.deadline import RequestTimeout, interrupted_call
 from torch_xla_ckpt.storage.deadline import start as start_call
 from torch_xla_ckpt.storage.file_errors import FileChanged
 from torch_xla_ckpt.storage.pieces import joined_pieces, whole
@@ -27,6 +29,10 @@ logger = logging.getLogger(__name__)
 _LOOKS = 3  # attempts to see a file that was just put
 _COMMITS = 3  # attempts to put .metadata into a store that keeps only a part of it
 _LATE_MANIFEST = 10.0  # seconds for which a save that has failed waits for its manifest to be put
+_LATE_COMMIT = (
+    "The store may still carry out this request. Then the new checkpoint appears later, whole. Until then, the "
+    "previous one stays"
+)
 
 
 def commit_in_store(
@@ -46,7 +52,9 @@ def commit_in_store(
     """
     folder = candidate.folder
     pieces = list(joined_pieces(manifest))
-    putting = start_call(lambda: _put(folder, candidate.manifest, pieces))
+    failing = Cancellation()
+    with failing.applied():
+        putting = start_call(lambda: _put(folder, candidate.manifest, pieces))
     try:
         sealed = SealedPieces(pickled, candidate.save_id, _checksum(pieces))
         content = whole(sealed)
@@ -69,6 +77,10 @@ def commit_in_store(
             # A request that is made again, because its answer was lost, finds what it has written itself.
             if not sealed.is_at(folder.version(candidate.metadata).end):
                 raise candidate.lost_to_another(candidate.rank) from error
+    except BaseException as error:
+        if is_interrupt(error):
+            failing.cancel()
+        raise
     finally:
         # A manifest that is put later would stay after the files of a failed save were removed.
         wait([putting], _LATE_MANIFEST)
@@ -85,7 +97,16 @@ def _replace(candidate: Candidate, content: bytes, check: Callable[[], None]) ->
     folder, name, start = candidate.folder, candidate.metadata, candidate.start
     expected = start.version
     for _ in range(_COMMITS):
-        folder.replace(name, [content], candidate.temporary, expected=expected, check=check)
+        try:
+            folder.replace(name, [content], candidate.temporary, expected=expected, check=check)
+        except RequestTimeout as error:
+            if error.call is not None and error.doing == f"write {name}":
+                error.args = (f"{error}. {_LATE_COMMIT}",)
+            raise
+        except BaseException as error:
+            if is_interrupt(error) and interrupted_call(error) is not None:
+                logger.warning("%s: the save was interrupted while it put %s. %s", folder.url, name, _LATE_COMMIT)
+            raise
         if folder.refuses_parts:
             return
         # Nobody needs the lease any more, and if no old file waits for the proof, nothing else has to be removed.

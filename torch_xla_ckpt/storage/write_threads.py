@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.reports import CHECKSUM, END, WRITE, Tally, Timeline
 from torch_xla_ckpt.runtime import forks
+from torch_xla_ckpt.storage.cancellation import Cancellation, clean_up, is_interrupt
 from torch_xla_ckpt.storage.data_file import DataFile, DataFiles
 from torch_xla_ckpt.storage.frame import item_of
 from torch_xla_ckpt.storage.memory_budget import BudgetClosed, MemoryBudget
@@ -64,6 +65,7 @@ class WriteThreads:
         self._described: queue.SimpleQueue[bool] = queue.SimpleQueue()  # for each batch, once its checksums are known
         self._results: list[tuple[int, WriteResult]] = []
         self._failures: list[BaseException] = []
+        self._requests = Cancellation()
         self._opened: list[DataFile] = []
         # Events, because Python considers a thread ended when an interrupt breaks off join().
         self._ends: list[threading.Event] = []
@@ -112,11 +114,12 @@ class WriteThreads:
             self._fail(error)
             self._end_threads()
         if self._failures:
-            for file in self._opened:
-                file.abandon()
-            self._files.remove(self._opened)
-            interrupts = (error for error in self._failures if not isinstance(error, Exception))
-            raise next(interrupts, self._failures[0])
+            interrupt = next(filter(is_interrupt, self._failures), None)
+            with clean_up(hurried=interrupt is not None):
+                for file in self._opened:
+                    file.abandon()
+                self._files.remove(self._opened)
+            raise interrupt or self._failures[0]
 
     def cancel(self) -> None:
         """Write nothing further, and remove what is written, because the save has failed elsewhere."""
@@ -150,7 +153,8 @@ class WriteThreads:
 
     def _run_thread(self, ended: threading.Event) -> None:
         try:
-            self._write_batches(iter(self._queue.get, None))
+            with self._requests.applied():
+                self._write_batches(iter(self._queue.get, None))
         except BaseException as error:
             self._fail(error)
         finally:
@@ -196,6 +200,7 @@ class WriteThreads:
 
     def _fail(self, error: BaseException) -> None:
         self._failures.append(error)
+        self._requests.cancel()  # a thread that writes to a store need not wait for the answer
         self._budget.close()
         self._described.put(False)
 

@@ -31,6 +31,7 @@ from torch_xla_ckpt.protocols import Version
 from torch_xla_ckpt.reports import BEGIN, COMMIT, LOCK, PACK, RECORDS, RequestCounts, Timeline
 from torch_xla_ckpt.runtime import without_collector
 from torch_xla_ckpt.storage import path_lock
+from torch_xla_ckpt.storage.cancellation import clean_up, is_interrupt
 from torch_xla_ckpt.storage.commit import publish
 from torch_xla_ckpt.storage.commit_checks import Candidate
 from torch_xla_ckpt.storage.data_file import DataFiles
@@ -234,11 +235,12 @@ class ShardWriter(StorageWriter):
         self._phases.planned()
         try:
             results = self._write(plan, planner)
-        except BaseException:
+        except BaseException as error:
             if self._processes == 1:
-                self.abandon()
+                self.abandon(hurried=is_interrupt(error))
             elif self._beginning is not None:  # others may still write: ``abandon`` or the next save removes files
-                self._beginning.wait().lease.end()
+                with clean_up(hurried=is_interrupt(error)):
+                    self._beginning.wait_to_clean_up().lease.end()
             raise
         self._nbytes = written_bytes(results)
         if self._writing is None:
@@ -267,7 +269,7 @@ class ShardWriter(StorageWriter):
         except BaseException as error:
             if isinstance(error, CheckpointError) and self._mismatch:
                 error.args = (f"{error}. {self._mismatch}", *error.args[1:])
-            self.abandon()
+            self.abandon(hurried=is_interrupt(error))
             raise
         with timeline.span("remove old files"):
             finish(self._folder, start)
@@ -285,17 +287,22 @@ class ShardWriter(StorageWriter):
         """
         return shortened(metadata, self._phases.report(self._folder.counts()))
 
-    def abandon(self) -> None:
-        """End the save under way as failed. Its files are removed now or by the next save."""
+    def abandon(self, *, hurried: bool = False) -> None:
+        """End the save under way as failed. Its files are removed now or by the next save.
+
+        Args:
+            hurried: give up waiting for the store after a few seconds. Default: only if the save was cancelled.
+        """
         beginning, self._beginning = self._beginning, None
         writing, self._writing = self._writing, None
         self._version = None
         if beginning is None or not beginning.is_here:  # in a forked child, the save goes on in the parent
             return
-        if writing is not None:
-            writing.cancel()
-        with suppress(Exception):  # an error here would hide the error that made the save fail
-            withdraw(self._folder, self._save_id, beginning.wait(), self._own_rank)
+        # An error here would hide the error that made the save fail.
+        with clean_up(hurried=hurried), suppress(Exception):
+            if writing is not None:
+                writing.cancel()
+            withdraw(self._folder, self._save_id, beginning.wait_to_clean_up(), self._own_rank)
 
     def _await_data(self) -> None:
         """Wait until all data files are written."""
