@@ -244,6 +244,10 @@ class Folder(Protocol):
             CheckpointError: a request still runs after the time limit of one request.
         """
 
+    def has_late_puts(self) -> bool:
+        """Return whether a put of this process that was given up may still be carried out."""
+        return False
+
     def counts(self) -> RequestCounts:
         """Return the requests to the store so far; none for local disks."""
 

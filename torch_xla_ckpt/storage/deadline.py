@@ -110,7 +110,7 @@ class AbandonedCalls:
             calls = [(name, call) for name, call in self._calls.get(folder, ()) if names is None or name in names]
         if not calls:
             return []
-        running = {call for _, call in calls}
+        running = {call for _, call in calls if not call.done()}
         until = time.monotonic() + seconds
         while running and (left := until - time.monotonic()) > 0:
             running -= wait_for_any(running, left)

@@ -65,6 +65,9 @@ class RemoteFolder(Folder):
     def settle(self) -> None:
         self._requests.settle()
 
+    def has_late_puts(self) -> bool:
+        return self._requests.has_late_puts()
+
     def counts(self) -> RequestCounts:
         return self._requests.counts()
 

@@ -53,6 +53,8 @@ _LATE_PUTS = 10.0  # seconds to wait for puts that were overtaken, before files 
 
 # Requests without a condition that put or remove ``.metadata``.
 _abandoned = AbandonedCalls()
+# Puts that were given up.
+_late = AbandonedCalls()
 # Puts whose second put was answered first.
 _overtaken = AbandonedCalls()
 
@@ -120,7 +122,7 @@ class Requests:
         try:
             return call_within(self._limit(nbytes), function, *args, **kwargs)
         except GivenUp as error:
-            raise self._given_up(doing, error.call) from None
+            raise self._given_up(doing, *([] if error.call is None else [error.call])) from None
         except RequestTimeout as error:
             raise self._timeout(doing, f"{error}", error.call) from None
         except PermissionError as error:
@@ -205,7 +207,7 @@ class Requests:
         limit, began = self._limit(nbytes), time.monotonic()
         ask_again = stragglers.patience(nbytes)
         if is_cancelled():
-            raise self._given_up(doing, None)
+            raise self._given_up(doing)
         self.count(doing, nbytes)
         running: list[Future[T]] = [start(function)]
         while True:
@@ -222,7 +224,7 @@ class Requests:
                 if not running:
                     raise error
             if is_cancelled():
-                raise self._given_up(doing, running[0])
+                raise self._given_up(doing, *running)
             elapsed = time.monotonic() - began
             if elapsed >= limit:
                 raise self._timeout(doing, f"no answer within {limit:.0f} s", running[0])
@@ -245,10 +247,13 @@ class Requests:
             doing,
         )
 
-    def _given_up(self, doing: str, call: Future[Any] | None) -> GivenUp:
+    def _given_up(self, doing: str, *calls: Future[Any]) -> GivenUp:
+        for call in calls:
+            if doing.startswith("write "):
+                _late.add(self._location.identity, doing, call)
         return GivenUp(
             f"{self.url}: the request to {doing} was given up, because the save or load was cancelled or has failed",
-            call,
+            next(iter(calls), None),
             doing,
         )
 
@@ -292,6 +297,10 @@ class Requests:
                 "saved there in the meantime. Check the network and the store, and save again when the request has "
                 "ended; or save to another path"
             )
+
+    def has_late_puts(self) -> bool:
+        """Return whether the store may still carry out a put of this process that was given up."""
+        return bool(_late.wait(self._location.identity, 0))
 
     def wait_for_late_puts(self, names: Collection[str]) -> None:
         """Wait a few seconds for overtaken puts of files. After the files are removed, they would bring them back."""

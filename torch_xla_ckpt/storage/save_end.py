@@ -49,4 +49,7 @@ def withdraw(folder: Folder, save_id: str, start: SaveStart, rank: int | None = 
     elif not folder.remote or not start.is_committing or not version.is_same(start.version):
         own = {name for name in folder.names() if save_id in name and is_checkpoint_file(name, stock=False)}
         folder.remove(sorted(own - {start.lease.name}))
-        start.lease.remove()  # at last: without a lease, a manifest and its data would look like a committed save
+        # The lease is removed last: without a lease, a manifest and its data would look like a committed save. For the
+        # same reason it stays until the next save if they may still be put.
+        if not folder.has_late_puts():
+            start.lease.remove()
