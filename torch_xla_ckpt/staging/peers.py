@@ -68,6 +68,7 @@ class Peers:
         self._store = _dcp.default_store()
         self._begun = 0
         self._paths: dict[int, str | None] = {}  # by the save's number
+        self._gone: list[int] = []  # ranks that did not answer the roll call
         self._closed = threading.Event()
         threading.Thread(target=self._answer, name="SPMDStager-roll-call", daemon=True).start()
 
@@ -111,8 +112,30 @@ class Peers:
                 "Restart the run from there",
             )
         if silent:
+            self._gone = silent
             return Blame(f"{self._named(silent)} is gone", "Restart the run from there")
         return self._blamed(number, answers)
+
+    def require_present(self, doing: str) -> None:
+        """Do not wait again for a rank that a failed save has found to be gone.
+
+        Args:
+            doing: the operation that needs the ranks, for the error.
+
+        Raises:
+            CheckpointError: a rank that did not answer the roll call has not answered it since.
+        """
+        if self.is_destroyed or not self._gone:
+            return
+        try:
+            gone = [n for n in self._gone if not self._store.check([f"{self._name}/{n}"])]
+        except RuntimeError:  # the store is gone, and setting up a new group fails
+            return
+        if gone:
+            raise CheckpointError(
+                f"{doing} failed: {self._named(gone)} is gone, as an earlier async save has found. Nothing was saved. "
+                "Restart the run from the last checkpoint"
+            )
 
     def close(self) -> None:
         """Leave the group, without waiting for the other ranks."""
@@ -209,6 +232,7 @@ def joined(peers: Peers | None, of: dist.ProcessGroup | None, timeout: timedelta
     if Processes(of).size == 1:
         return peers
     if peers is not None:
+        peers.require_present(doing)
         peers.close()
     return Peers(of, timeout, doing)
 

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 import torch_xla_ckpt as xc
 from support import hosts
 from support.training import Training, on_host
+from torch_xla_ckpt.staging import peers
 
 warnings.filterwarnings("ignore")
 
@@ -238,6 +239,11 @@ def one_dies(rank, world, folder):
     with pytest.raises(xc.CheckpointError, match=r"failed while the ranks coordinated it: rank 1 is gone"):
         handle.result(120)
     assert time.monotonic() - start < timeout + 20  # and the roll call
+    with pytest.MonkeyPatch.context() as patched:  # a new group would wait for the dead rank once more
+        patched.setattr(peers, "Peers", None)
+        for _ in range(2):
+            with pytest.raises(xc.CheckpointError, match=r"beginning an async save to .* failed: rank 1 is gone"):
+                xc.async_save({"t": torch.ones(3)}, path, stager=stager)
     stager.close()
     found = {"t": torch.ones(3)}
     dcp.load(found, checkpoint_id=path, no_dist=True)
