@@ -576,7 +576,7 @@ def test_the_report_of_a_save_shows_phases_bytes_and_requests(store):
     report = metadata.report
     phases = report.lock_seconds, report.plan_seconds, report.write_seconds, report.commit_seconds
     assert sum(phases) == report.seconds and min(phases) >= 0 and report.bytes_written >= 12 * MIB
-    assert report.limit in ("lock", "plan", "fetch", "storage", "commit")
+    assert report.limit in ("lock", "plan", "fetch", "processor", "storage", "commit")
     assert {"plan", "begin", "fetch", "write", "commit", "remove old files"} <= set(report.timeline.seconds())
     text = str(report)
     assert f"{report.requests.total} requests" in text and "MiB sent" in text and "plan" in text
