@@ -388,6 +388,9 @@ def a_rank_is_late_and_then_absent(rank, world, folder):
     processes = Processes(None)
     with raises("meeting failed", "all ranks came"), processes.worded("meeting"):
         raise RuntimeError("timed out")
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"late{rank}", "1")  # the first failure is over on all ranks before the second one
+    store.wait([f"late{one}" for one in range(world)], timedelta(seconds=60))
     if rank == 1:
         return _absent(folder, world)
     with raises("meeting failed", "rank 1 did not come"), processes.worded("meeting"):

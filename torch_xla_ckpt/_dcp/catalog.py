@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch_xla_ckpt._dcp.entries import Entry, decoded_entries, encoded_entries
 from torch_xla_ckpt._dcp.metadata import boxes_of
 from torch_xla_ckpt._dcp.padding import AnyIntegers, narrow, padded_row
 from torch_xla_ckpt.layout import Box, BoxArray, Integers
+from torch_xla_ckpt.runtime import lazy_property
 
 
 class PackedCatalog(NamedTuple):
@@ -74,7 +74,7 @@ class Catalog:
         self.chunks = self._chunks()
         self._positions: dict[str, int] | None = None
 
-    @cached_property
+    @lazy_property
     def packed(self) -> PackedCatalog:
         """The form that is sent to other ranks."""
         tables = sorted({table for table in self.tables if table >= 0})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -18,6 +17,7 @@ from torch_xla_ckpt._dcp.items import object_item, tensor_item
 from torch_xla_ckpt._dcp.metadata import properties, size_of
 from torch_xla_ckpt._dcp.padding import AnyIntegers, narrow, repadded
 from torch_xla_ckpt.layout import Integers
+from torch_xla_ckpt.runtime import lazy_property
 
 
 class Items(Sequence[WriteItem]):
@@ -238,7 +238,7 @@ class SentItems:
     def __reduce__(self) -> Any:
         return SentItems, (self.numbers, self.boxes)
 
-    @cached_property
+    @lazy_property
     def digest(self) -> bytes:
         """A digest of all items. Different items have different digests."""
         return xxhash.xxh3_128_digest(_bytes(self.numbers) + _bytes(self.boxes))

@@ -2,39 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, overload
 
 import torch
 
 from torch_xla_ckpt.layout.box import Box
-
-_T = TypeVar("_T")
-
-
-class _Lazy(Generic[_T]):
-    """``functools.cached_property`` without a lock.
-
-    Before Python 3.12, all instances share the lock of ``cached_property``. If another thread holds it during a fork,
-    the child waits for the lock forever.
-    """
-
-    def __init__(self, compute: Callable[[Any], _T]):
-        self._compute = compute
-        self.__doc__ = compute.__doc__
-
-    @overload
-    def __get__(self, instance: None, owner: type) -> _Lazy[_T]: ...
-
-    @overload
-    def __get__(self, instance: object, owner: type) -> _T: ...
-
-    def __get__(self, instance: Any, owner: type) -> Any:
-        if instance is None:
-            return self
-        value = instance.__dict__[self._compute.__name__] = self._compute(instance)
-        return value
+from torch_xla_ckpt.runtime import lazy_property
 
 
 @dataclass(frozen=True)
@@ -90,7 +63,7 @@ class TensorLayout:
                     f"in shards of shape {self.shard_shape}"
                 )
 
-    @_Lazy
+    @lazy_property
     def boxes(self) -> tuple[Box, ...]:
         """The distinct boxes of this process's shards, without empty ones."""
         return tuple(dict.fromkeys(shard.box for shard in self.shards if shard.box.volume))
@@ -100,7 +73,7 @@ class TensorLayout:
         """Bytes of the distinct boxes, without padding."""
         return sum(box.volume for box in self.boxes) * self.dtype.itemsize
 
-    @_Lazy
+    @lazy_property
     def parts(self) -> dict[Box, int]:
         """The number of the part that each distinct box belongs to."""
         return {shard.box: shard.part for shard in reversed(self.shards) if shard.box.volume}

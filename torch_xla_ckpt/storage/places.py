@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from torch_xla_ckpt import _dcp
 from torch_xla_ckpt.layout import Integers
+from torch_xla_ckpt.runtime import lazy_property
 from torch_xla_ckpt.serialization import StoredColumns
 from torch_xla_ckpt.storage.frame import ALIGNMENT
 from torch_xla_ckpt.storage.stored import BLOCK, Stored
@@ -51,7 +51,7 @@ class Places(StoredColumns):
         self.checksums = checksums
         self.first_block = first_blocks(length) if first_block is None else first_block
 
-    @cached_property
+    @lazy_property
     def units(self) -> _dcp.AnyIntegers:
         """For each row, its first byte in the file, in units of ``ALIGNMENT``, in a small type."""
         return _dcp.narrow(self.offset >> _ALIGNMENT_BITS)
