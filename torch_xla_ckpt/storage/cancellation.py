@@ -20,6 +20,7 @@ _CLEAN_UP = 5.0  # seconds for the requests that remove what a cancelled save ha
 
 # Each future resolves when its cancellation happens. A wait for an answer also waits for them.
 _current: ContextVar[tuple[Future[None], ...]] = ContextVar("cancellations", default=())
+_hurried: ContextVar[bool] = ContextVar("hurried", default=False)
 
 
 class Cancellation:
@@ -58,6 +59,11 @@ def is_cancelled() -> bool:
     return any(one.done() for one in _current.get())
 
 
+def is_hurried() -> bool:
+    """Return whether this thread cleans up after a cancel, and the user waits for its end."""
+    return _hurried.get()
+
+
 def is_interrupt(error: BaseException | None) -> bool:
     """Return whether an error is Ctrl-C, or another exception that ends the program."""
     return error is not None and not isinstance(error, Exception)
@@ -93,7 +99,7 @@ def clean_up(*, hurried: bool = False) -> Iterator[None]:
     if not hurried and not is_cancelled():
         yield
         return
-    token = _current.set(())
+    token, before = _current.set(()), _hurried.set(True)
     limit = Cancellation()
     timer = threading.Timer(_CLEAN_UP, limit.cancel)
     timer.daemon = True
@@ -103,6 +109,7 @@ def clean_up(*, hurried: bool = False) -> Iterator[None]:
             yield
     finally:
         timer.cancel()
+        _hurried.reset(before)
         _current.reset(token)
 
 

@@ -26,7 +26,7 @@ from torch_xla_ckpt.errors import CheckpointError
 from torch_xla_ckpt.protocols import Bytes
 from torch_xla_ckpt.reports import RequestCounts
 from torch_xla_ckpt.runtime import forks
-from torch_xla_ckpt.storage.cancellation import is_cancelled, pause, wait_for_any
+from torch_xla_ckpt.storage.cancellation import is_cancelled, is_hurried, pause, wait_for_any
 from torch_xla_ckpt.storage.deadline import (
     AbandonedCalls,
     GivenUp,
@@ -49,7 +49,8 @@ T = TypeVar("T")
 # Azure's client takes a view for an iterable of parts.
 _ONLY_BYTES = frozenset(("abfs", "abfss", "adl", "az"))
 _RANGES_AT_ONCE = 32  # ranges of one folder that are read at the same time
-_LATE_PUTS = 10.0  # seconds to wait for puts that were overtaken, before files are removed
+_LATE_PUTS = 10.0  # seconds to wait for puts that may be carried out late, before files are removed
+_LAST_PUTS = 0.5  # the same seconds after a cancel
 
 # Requests without a condition that put or remove ``.metadata``.
 _abandoned = AbandonedCalls()
@@ -303,8 +304,13 @@ class Requests:
         return bool(_late.wait(self._location.identity, 0))
 
     def wait_for_late_puts(self, names: Collection[str]) -> None:
-        """Wait a few seconds for overtaken puts of files. After the files are removed, they would bring them back."""
-        _overtaken.wait(self._location.identity, _LATE_PUTS, {f"write {name}" for name in names})
+        """Wait for puts of files that were overtaken or given up. After a removal, they would bring the files back.
+
+        After a few seconds, or a moment if the user waits for the end of a cancelled save, go on without them.
+        """
+        seconds, puts = _LAST_PUTS if is_hurried() else _LATE_PUTS, {f"write {name}" for name in names}
+        for calls in (_overtaken, _late):
+            calls.wait(self._location.identity, seconds, puts)
 
     def full_path(self, name: str) -> str:
         """Return the path of a file in the filesystem.
