@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
@@ -23,6 +24,8 @@ from torch_xla_ckpt.storage.read_target import ReadResult, ReadTarget
 from torch_xla_ckpt.storage.stored import BLOCK, checksum
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 ENDS_EARLY = "the file ends before these bytes"
 BAD_CHECKSUM = "the bytes do not match their checksum"
@@ -153,24 +156,13 @@ class JobReader:
 
     def _views(self, windows: Sequence[Window], items: Sequence[ItemRead], job: ReadJob) -> list[memoryview]:
         try:
-            views = self._asked_again_if_missing(windows)
+            views = asked_again_if_missing(self._folder, lambda: self._folder.view(windows))
         except (FileNotFoundError, NotADirectoryError) as error:
             raise _unreadable_file(str(error.filename), items, MISSING) from error
         except (NotAFile, IsADirectoryError) as error:
             raise _unreadable_file(str(error.filename), items, NOT_A_FILE) from error
         job.bytes_read += sum(stop - start for window in windows for start, stop in window.parts)
         return views
-
-    def _asked_again_if_missing(self, windows: Sequence[Window]) -> list[memoryview]:
-        """Return the bytes of windows. Ask a store a second time if it says that a file is missing."""
-        try:
-            return self._folder.view(windows)
-        except FileNotFoundError as error:
-            if not self._folder.remote:
-                raise
-            views = self._folder.view(windows)
-            logger.warning(TRANSIT, self._folder.url, f"{os.path.basename(str(error.filename))}: {MISSING}")
-            return views
 
     def _damage(self, item: ItemRead, wanted: Sequence[Range], window: Window, view: memoryview) -> Damage | None:
         """Compare an item's bytes with their checksums. Return the first block that differs, or None."""
@@ -216,6 +208,26 @@ class JobReader:
             return [ReadResult(request, _stream(item, data)) for request in item.requests]
         tensor = _unpickled(item, stream)
         return _to_commit(self._target.fill_from(request, _region(tensor, request)) for request in item.requests)
+
+
+def asked_again_if_missing(folder: Folder, ask: Callable[[], T]) -> T:
+    """Return what ``ask`` returns. If a store says that a file is missing, ask it a second time.
+
+    Args:
+        folder: the file's folder.
+        ask: asks for the file, or for its size.
+
+    Raises:
+        FileNotFoundError: the file is missing.
+    """
+    try:
+        return ask()
+    except FileNotFoundError as error:
+        if not folder.remote:
+            raise
+        answer = ask()
+        logger.warning(TRANSIT, folder.url, f"{os.path.basename(str(error.filename))}: {MISSING}")
+        return answer
 
 
 def _to_commit(results: Iterable[ReadResult | None]) -> list[ReadResult]:

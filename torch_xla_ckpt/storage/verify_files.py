@@ -13,7 +13,7 @@ from torch_xla_ckpt.serialization import Archive, ArchiveError
 from torch_xla_ckpt.storage.file_errors import NOT_A_FILE, TRANSIT, NotAFile
 from torch_xla_ckpt.storage.progress import Progress
 from torch_xla_ckpt.storage.ranges import MAX_GAP
-from torch_xla_ckpt.storage.read_bytes import BAD_CHECKSUM, ENDS_EARLY, MISSING
+from torch_xla_ckpt.storage.read_bytes import BAD_CHECKSUM, ENDS_EARLY, MISSING, asked_again_if_missing
 from torch_xla_ckpt.storage.stored import Stored, checksum
 
 logger = logging.getLogger(__name__)
@@ -81,12 +81,7 @@ def checks_of(
 
     def guarded(check: Callable[[], FileCheck]) -> FileCheck:
         try:
-            try:
-                return check()
-            except FileNotFoundError:
-                if not folder.remote:
-                    raise
-                return check()  # a store's answer can be wrong once
+            return asked_again_if_missing(folder, check)
         except FileNotFoundError:
             return whole(MISSING)
         except (NotAFile, IsADirectoryError, NotADirectoryError):
